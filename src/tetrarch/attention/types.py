@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What paged attention needs to know about one step.
+
+Letters: T tokens of the flattened batch, R sequences, P pages of the longest sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["AttentionInputs", "AttentionSite"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionInputs:
+    """Where new keys and values go, and which ones each sequence sees.
+
+    Sequences come in step order; sequence r owns query rows `cu_seqlens_q[r]` to
+    `cu_seqlens_q[r + 1]`, the last `q_len` positions of its `kv_lens[r]` keys.
+    """
+
+    write_at: Tensor  # (T,) int64, flat slot in the pool: page * page_size + offset
+    cu_seqlens_q: Tensor  # (R + 1,) int32
+    kv_lens: Tensor  # (R,) int32, length after this step
+    page_table: Tensor  # (R, P) int32; entries past a sequence's last page are 0
+    q_lens: tuple[int, ...]  # host copy, so that no kernel launch waits for the device
+    kv_lens_host: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSite:
+    """One attention layer of the model: what its pages hold.
+
+    Plain attention stores keys and values; latent attention (MLA) stores the compressed
+    latent as `key` and the rotary part as `value`, each with one head.
+    """
+
+    index: int  # position among the attention layers
+    name: str  # the HF module's path
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    latent: bool

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan: everything decided, nothing left on `auto`. Built once, frozen, handed down in parts.
+
+`resolve` makes it, constructors read it, child processes receive it pickled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tetrarch.config.hardware import Device
+from tetrarch.config.support import Finalize, Route
+from tetrarch.numerics.contract import QuantContract, Recipe, SourceFormat
+
+__all__ = [
+    "Decision",
+    "ExpertPlan",
+    "GraphPlan",
+    "MemoryPlan",
+    "ModelFacts",
+    "ModelPlan",
+    "ParallelPlan",
+    "Plan",
+    "QuantPlan",
+    "SchedulePlan",
+    "ServePlan",
+    "SpecPlan",
+    "TokenBudget",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One thing `resolve` settled, and why."""
+
+    field: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the model is, counted on `meta` without reading a weight (models/describe.py)."""
+
+    model_type: str
+    architectures: tuple[str, ...]
+    num_layers: int
+    num_moe_layers: int
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    expert_hidden_size: int  # differs from hidden_size for latent experts
+    expert_intermediate_size: int
+    vocab_size: int
+    context_len: int  # from the config
+    num_dense_params: int
+    num_expert_params: int
+    kv_elements_per_token: int  # all layers, keys and values together
+    num_mtp_layers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPlan:
+    """Which checkpoint, and how it is named and typed."""
+
+    path: str  # a local folder
+    tokenizer_path: str
+    served_name: str
+    dtype: str  # "bfloat16" | "float16" | "float32": hidden states and dense weights
+    context_len: int
+    facts: ModelFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantPlan:
+    """The contract of the experts, with everything the numbers depend on."""
+
+    contract: QuantContract
+    source: SourceFormat
+    ignored_layers: tuple[str, ...]  # patterns of --fp4-ignored-layers; these run unquantized
+    weight_recipe: Recipe  # 4-over-6 of online weights
+    activation_recipe: Recipe | None  # 4-over-6 of activations; None: plain exact mode
+    fc2_input_scale: float  # per-token factor of the second GEMM's input: 1/2688, or 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelPlan:
+    """The ranks."""
+
+    tp: int
+    dp: int
+    ep: int
+
+    @property
+    def world_size(self) -> int:
+        """Processes in all."""
+        return self.tp * self.dp
+
+
+@dataclass(frozen=True, slots=True)
+class SpecPlan:
+    """Speculative decoding."""
+
+    algorithm: str
+    num_steps: int
+    num_draft_tokens: int  # tokens verified a step, the bonus token's position included
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    """What is captured; zeros: nothing."""
+
+    max_decode_batch: int
+    max_prefill_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulePlan:
+    """Who may run, and how many tokens a step may have."""
+
+    max_running_requests: int
+    max_prefill_tokens: int
+    chunk_tokens: int  # 0: prompts are not chunked
+    mixed_chunk: bool  # decodes ride along with a prefill chunk
+    prefix_cache: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBudget:
+    """The most tokens any forward can hold. All static buffers are sized by it.
+
+    Attributes:
+        per_rank: One rank's own tokens.
+        rows: Rows an expert layer can see after dispatch.
+        term: What dominates `per_rank`, in words; quoted when a buffer overflows.
+    """
+
+    per_rank: int
+    rows: int
+    term: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPlan:
+    """How the experts are computed."""
+
+    route: Route
+    finalize: Finalize
+    budget: TokenBudget
+    decoded_cache: bool  # reference runner: keep decoded weights beside the packed ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """The KV pool. The executor measures what is free after loading, within these bounds."""
+
+    page_size: int
+    max_total_tokens: int | None  # the operator's cap; None: by memory
+    kv_bytes: int | None  # the operator's size in bytes; None: by fraction
+    fraction: float  # of what is free after loading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServePlan:
+    """The HTTP door."""
+
+    host: str
+    port: int
+    api_key: str | None
+    admin_api_key: str | None
+    chat_template: str | None
+    log_level: str
+    incremental_streaming: bool
+    allow_auto_truncate: bool
+    stream_interval: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything the system needs to know, decided."""
+
+    model: ModelPlan
+    quant: QuantPlan
+    parallel: ParallelPlan
+    experts: ExpertPlan
+    spec: SpecPlan | None
+    graphs: GraphPlan
+    memory: MemoryPlan
+    schedule: SchedulePlan
+    serve: ServePlan
+    device: Device
+    deterministic: bool
+    num_threads: int  # CPU threads of one engine process
+    process_env: tuple[tuple[str, str], ...]  # what libraries read; set at spawn only
+    decisions: tuple[Decision, ...]

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What crosses the border between a door and the engine process, as msgpack.
+
+Inward: `Inbound`, in order. Outward: `Outbound`. Every control message carries a `ticket` that
+its `ControlReply` repeats.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tetrarch.engine.request import Delta, GenerateRequest
+
+__all__ = [
+    "Abort",
+    "ControlReply",
+    "Flush",
+    "Heartbeat",
+    "Inbound",
+    "Outbound",
+    "Ready",
+    "Shutdown",
+    "Snapshot",
+    "StartFailed",
+    "decode_inbound",
+    "decode_outbound",
+    "encode",
+]
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End requests by exact id, by prefix if asked, or all of them.
+
+    Attributes:
+        quiet: The client is gone: free the pages, send no delta.
+    """
+
+    ticket: int = 0
+    rid: str = ""
+    prefix: bool = False
+    everything: bool = False
+    quiet: bool = False
+
+
+class Flush(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Empty the prefix cache; fails while requests run unless they end within `timeout` seconds."""
+
+    ticket: int
+    timeout: float = 0.0
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ask for the engine's counters (`Heartbeat` fields and more)."""
+
+    ticket: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Finish: abort everything and exit."""
+
+
+class ControlReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The answer to a control message."""
+
+    ticket: int
+    ok: bool
+    message: str = ""
+    payload: dict[str, Any] = {}
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Weights are loaded, the KV pool is allocated, a smoke forward has run."""
+
+    payload: dict[str, Any]  # capacity, load report, memory, versions
+
+
+class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine could not start; the three lines of the error."""
+
+    what: str
+    why: str
+    fix: str
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Sent every second and after every step that changed a count."""
+
+    num_running: int
+    num_waiting: int
+    num_used_tokens: int
+    num_cached_tokens: int  # evictable, held by the prefix cache
+    max_total_tokens: int
+    counters: dict[str, float]  # monotonic totals, by metric name
+
+
+Inbound = GenerateRequest | Abort | Flush | Snapshot | Shutdown
+Outbound = Delta | ControlReply | Ready | StartFailed | Heartbeat
+
+_encoder = msgspec.msgpack.Encoder()
+_inbound: msgspec.msgpack.Decoder[Inbound] = msgspec.msgpack.Decoder(Inbound)
+_outbound: msgspec.msgpack.Decoder[list[Outbound]] = msgspec.msgpack.Decoder(list[Outbound])
+
+
+def encode(message: Inbound | list[Outbound]) -> bytes:
+    """Encode one inbound message, or one batch of outbound ones."""
+    return _encoder.encode(message)
+
+
+def decode_inbound(data: bytes) -> Inbound:
+    """Decode what a door sent."""
+    return _inbound.decode(data)
+
+
+def decode_outbound(data: bytes) -> list[Outbound]:
+    """Decode one batch that the engine sent."""
+    return _outbound.decode(data)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors whose address never changes.
+
+A CUDA graph records addresses. Every tensor that a graph can reach lives here: weights, scales,
+scratch, the KV pool, graph inputs. Allocation happens before capture; afterwards a slot can be
+written, never replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from tetrarch.core.errors import AddressChanged
+from tetrarch.core.specs import TensorSpec
+
+__all__ = ["Region", "SlotTable"]
+
+
+class Region(StrEnum):
+    """What is released and resumed together."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+    GRAPHS = "cuda_graph"
+
+
+class SlotTable(Mapping[str, Tensor]):
+    """Allocate once, write in place, never rebind."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._specs: dict[str, TensorSpec] = {}
+        self._frozen = False
+
+    def allocate(self, name: str, spec: TensorSpec) -> Tensor:
+        """Create the tensor `name`, uninitialised, and return it.
+
+        Raises:
+            AddressChanged: The table is frozen, or the name is taken.
+        """
+        if self._frozen or name in self._tensors:
+            raise AddressChanged(
+                f"cannot allocate {name!r}",
+                why="the table is frozen" if self._frozen else "the name is taken",
+                fix="declare the buffer in the runner's weight_specs or scratch_specs",
+            )
+        with torch.inference_mode(mode=False):  # inference tensors reject in-place writes later
+            self._tensors[name], self._specs[name] = spec.empty(), spec
+        return self._tensors[name]
+
+    @torch.no_grad()
+    def write_(self, name: str, value: Tensor) -> None:
+        """Copy `value` into the slot.
+
+        Raises:
+            AddressChanged: `value` differs in shape, dtype or device; a copy cannot hold it.
+        """
+        if (how := self._specs[name].mismatch(value)) is not None:
+            raise AddressChanged(
+                f"cannot write {name!r}",
+                why=f"{how}, and captured graphs hold the old address",
+                fix="restart the server; a reload must keep every shape",
+            )
+        self._tensors[name].copy_(value)
+
+    def freeze(self) -> None:
+        """Forbid new slots. Called once, just before the first capture."""
+        self._frozen = True
+
+    def addresses(self) -> dict[str, int]:
+        """Return where every slot lives; equal before and after a reload."""
+        return {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots together."""
+        return sum(spec.num_bytes for spec in self._specs.values())
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
