@@ -47,7 +47,8 @@ class ExpertActivation:
     """The nonlinearity between the two GEMMs.
 
     Gated: `g * sigmoid(alpha * g) * (u + beta)` with `g = min(gate, limit)` and
-    `u = clamp(up, -limit, limit)`, which is SwiGLU at the defaults and gpt-oss's clamped gate at alpha 1.702, beta 1, limit 7.
+    `u = clamp(up, -limit, limit)`: SwiGLU at the defaults, gpt-oss's clamped gate at alpha 1.702,
+    beta 1, limit 7.
     Not gated: `max(up, 0) ** 2` (relu2).
     """
 
