@@ -19,6 +19,7 @@ __all__ = [
     "Flush",
     "Heartbeat",
     "Inbound",
+    "LoadProgress",
     "Outbound",
     "Ready",
     "Shutdown",
@@ -34,6 +35,7 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End requests by exact id, by prefix if asked, or all of them.
 
     Attributes:
+        ticket: 0 asks for no reply; else the reply's payload is `{"aborted": count}`.
         quiet: The client is gone: free the pages, send no delta.
     """
 
@@ -77,11 +79,21 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The engine could not start; the three lines of the error."""
+    """The engine could not start; the class in `core.errors` and the three lines of the error."""
 
     what: str
     why: str
     fix: str
+    kind: str = "TetrarchError"
+
+
+class LoadProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How far the start has come; sent a few times a second, and when a label is done."""
+
+    label: str
+    total: int
+    unit: str
+    done: int
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -96,7 +108,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Inbound = GenerateRequest | Abort | Flush | Snapshot | Shutdown
-Outbound = Delta | ControlReply | Ready | StartFailed | Heartbeat
+Outbound = Delta | ControlReply | Ready | StartFailed | LoadProgress | Heartbeat
 
 _encoder = msgspec.msgpack.Encoder()
 _inbound: msgspec.msgpack.Decoder[Inbound] = msgspec.msgpack.Decoder(Inbound)

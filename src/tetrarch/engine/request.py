@@ -12,7 +12,14 @@ import msgspec
 
 from tetrarch.executor.step import TokenLogprob
 
-__all__ = ["Delta", "FinishReason", "GenerateRequest", "SamplingParams", "WeightSpan"]
+__all__ = [
+    "Delta",
+    "FinishReason",
+    "GenerateRequest",
+    "SamplingParams",
+    "WeightSpan",
+    "fan_out",
+]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,6 +36,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         top_k: -1: all.
         n: Independent outputs for one prompt.
         sampling_seed: Same seed, same prompt, same parameters: same output.
+        stream_interval: Tokens a delta gathers before it is sent, the first and the last one
+            excepted; `None`: the server's. A caller that does not stream sets it high.
     """
 
     max_new_tokens: int | None = 128
@@ -74,6 +83,31 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     is_probe: bool = False
 
 
+def fan_out(request: GenerateRequest) -> tuple[GenerateRequest, ...]:
+    """Split a request for `n` outputs into `n` requests, `rid_0` to `rid_{n - 1}`.
+
+    A seed is counted up, so that the outputs differ and the first equals the one of `n = 1`.
+    """
+    sampling = request.sampling
+    if sampling.n == 1:
+        return (request,)
+    return tuple(
+        msgspec.structs.replace(
+            request,
+            rid=f"{request.rid}_{index}",
+            sampling=msgspec.structs.replace(
+                sampling, n=1, sampling_seed=_count_up(sampling.sampling_seed, index)
+            ),
+        )
+        for index in range(sampling.n)
+    )
+
+
+def _count_up(seed: int | None, index: int) -> int | None:
+    """Add within int64."""
+    return None if seed is None else (seed + index + 2**63) % 2**64 - 2**63
+
+
 class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
     """Why a request ended.
 
@@ -81,6 +115,8 @@ class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
         kind: `stop` with `matched`, `length` with `length`, `abort` with `message`.
         matched: The stop string or the token id.
         status: HTTP status of an abort that is an error; `None`: the client asked for it.
+        code: Name of the error, such as `nan_logits`.
+        param: The field of the request that is at fault.
     """
 
     kind: Literal["stop", "length", "abort"]
@@ -89,6 +125,7 @@ class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
     message: str | None = None
     status: int | None = None
     code: str | None = None
+    param: str | None = None
 
 
 class WeightSpan(msgspec.Struct, frozen=True):
