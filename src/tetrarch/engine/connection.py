@@ -25,7 +25,7 @@ class Connection:
         """
         raise NotImplementedError
 
-    def recv(self, timeout: float | None = None) -> list[Outbound]:
+    def receive(self, timeout: float | None = None) -> list[Outbound]:
         """Return the next batch; empty after `timeout` seconds.
 
         Raises:
@@ -50,7 +50,7 @@ class AsyncConnection:
         """
         raise NotImplementedError
 
-    async def recv(self) -> list[Outbound]:
+    async def receive(self) -> list[Outbound]:
         """Return the next batch.
 
         Raises:
