@@ -65,7 +65,9 @@ def _check_together(params: SamplingParams, vocab_size: int) -> None:
     """Bounds that involve two keys, or the model."""
     if params.max_new_tokens is not None and params.min_new_tokens > params.max_new_tokens:
         raise _refusal(
-            "min_new_tokens", params.min_new_tokens, f"at most max_new_tokens={params.max_new_tokens}"
+            "min_new_tokens",
+            params.min_new_tokens,
+            f"at most max_new_tokens={params.max_new_tokens}",
         )
     for key, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
         for token_id in ids:

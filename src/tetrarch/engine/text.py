@@ -1,41 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to tokens, tokens back to text: the only file of the engine that knows transformers."""
+"""Text to tokens and back: the only file of the engine that knows transformers."""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
-from tetrarch.engine.request import FinishReason, SamplingParams
+import jinja2
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-__all__ = ["OutputText", "StopMatcher", "TextStream", "Tokenizer", "load_tokenizer"]
+from tetrarch.core.errors import CheckpointError, ConfigError, RequestError
+
+__all__ = ["Tokenizer", "load_tokenizer"]
+
+_INCOMPLETE = "\ufffd"  # what decoders put for bytes that are no character (yet)
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_TEMPLATE_WORDS = frozenset(
+    inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+)
 
 
 def load_tokenizer(path: str, *, chat_template: str | None = None) -> Tokenizer:
-    """Load the tokenizer of a local checkpoint; `chat_template` is a file that replaces its own.
+    """Load the tokenizer of a local checkpoint.
+
+    Args:
+        path: The folder.
+        chat_template: A Jinja file that replaces the checkpoint's own template.
 
     Raises:
-        CheckpointError: There is no tokenizer.  ConfigError: The template file is unreadable.
+        CheckpointError: The folder holds no tokenizer that transformers can read.
+        ConfigError: The template file cannot be read.
     """
-    raise NotImplementedError
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot load a tokenizer from {path}",
+            why=str(error).splitlines()[0],
+            fix="add tokenizer.json to the folder, or name another one with --tokenizer-path",
+        ) from error
+    if chat_template is not None:
+        tokenizer.chat_template = _read_template(chat_template)
+    return Tokenizer(tokenizer)
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot read the chat template {path}",
+            why=str(error),
+            fix="give --chat-template the path of a Jinja file",
+        ) from error
 
 
 class Tokenizer:
     """Text to ids and back."""
 
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._hf: Any = tokenizer
+
     @property
     def vocab_size(self) -> int:
-        """Ids the tokenizer knows (the model's may be more)."""
-        raise NotImplementedError
+        """Ids that have a text; the model's vocabulary is often padded beyond."""
+        return len(self._hf)
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """End tokens the tokenizer names."""
-        raise NotImplementedError
+        """The end token that the tokenizer names, if any."""
+        return frozenset(() if self._hf.eos_token_id is None else (self._hf.eos_token_id,))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text."""
-        raise NotImplementedError
+        return self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
 
     def decode(
         self,
@@ -44,16 +85,31 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> str:
-        """Return the text of ids."""
-        raise NotImplementedError
+        """Return the text of ids, without tidying spaces."""
+        return self._hf.decode(
+            list(token_ids),
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+            clean_up_tokenization_spaces=False,  # would change text that was already streamed
+        )
 
     def token_text(self, token_id: int) -> str:
-        """Return one token as a person would read it; '\ufffd' where it is part of a character."""
-        raise NotImplementedError
+        """Return one token as a person would read it; U+FFFD for part of a character."""
+        text = self.decode((token_id,), skip_special_tokens=False)
+        dropped_space = self._piece(token_id).startswith("\u2581") and not text.startswith(" ")
+        return f" {text}" if dropped_space else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes a token stands for, also when they are part of a character."""
-        raise NotImplementedError
+        """Return the UTF-8 bytes of a token, also when they are part of a character."""
+        text = self.token_text(token_id)
+        if _INCOMPLETE not in text:
+            return text.encode()
+        piece = self._piece(token_id)
+        if (match := _BYTE_PIECE.fullmatch(piece)) is not None:
+            return bytes.fromhex(match[1])
+        if all(character in _BYTE_OF for character in piece):
+            return bytes(_BYTE_OF[character] for character in piece)
+        return text.encode()
 
     def encode_chat(
         self,
@@ -66,57 +122,94 @@ class Tokenizer:
     ) -> list[int]:
         """Render a conversation with the chat template and return its ids.
 
+        Args:
+            messages: `role` and `content` each; content parts are joined by line breaks.
+            tools: Function descriptions, for templates that show them.
+            add_generation_prompt: End with the words that open the assistant's turn.
+            continue_final_message: Leave the last message open instead.
+            template_args: Further variables of the template.
+
         Raises:
-            RequestError: No template, or the template refuses these messages.
+            RequestError: No template, or it refuses these messages.
         """
-        raise NotImplementedError
+        if self._hf.chat_template is None:
+            raise RequestError(
+                "this model has no chat template",
+                why="its tokenizer defines none, so messages have no agreed form",
+                fix="use /v1/completions, or start the server with --chat-template FILE",
+                param="messages",
+            )
+        args = _template_args(template_args)
+        try:
+            text = self._hf.apply_chat_template(
+                [{**message, "content": _content_text(message)} for message in messages],
+                tools=tools,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **args,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise RequestError(
+                "the chat template refuses these messages",
+                why=str(error),
+                fix="check the roles, their order, and that every message has content",
+                param="messages",
+            ) from error
+        return self.encode(text, add_special_tokens=False)
+
+    def _piece(self, token_id: int) -> str:
+        """Return a token's own spelling; empty for an id that only pads the vocabulary."""
+        return cast("str | None", self._hf.convert_ids_to_tokens(token_id)) or ""
 
 
-class TextStream:
-    """Text of a growing list of tokens; never splits a character."""
-
-    def __init__(
-        self, tokenizer: Tokenizer, sampling: SamplingParams, prompt_ids: Sequence[int] = ()
-    ) -> None: ...
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Take new tokens, return the text that is now certain."""
-        raise NotImplementedError
-
-    def flush(self) -> str:
-        """Return what was held back."""
-        raise NotImplementedError
+def _template_args(args: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    taken = _TEMPLATE_WORDS.intersection(args or {})
+    if taken:
+        raise RequestError(
+            f"chat_template_kwargs may not set {', '.join(sorted(taken))}",
+            why="these arguments belong to the server",
+            fix="leave them out",
+            param="chat_template_kwargs",
+        )
+    return args or {}
 
 
-class StopMatcher:
-    """Find the first stop string in growing text; hold back what may become one."""
-
-    def __init__(self, stop: Sequence[str], *, keep: bool = False) -> None:
-        self.matched: str | None = None
-
-    def push(self, text: str, *, armed: bool = True) -> str:
-        """Take new text, return what may be shown."""
-        raise NotImplementedError
-
-    def flush(self) -> str:
-        """Return what was held back."""
-        raise NotImplementedError
+def _content_text(message: Mapping[str, Any]) -> str:
+    """Return a message's content as one string, from a string, `None`, or a list of text parts."""
+    content: object = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = cast("list[Any]", content) if isinstance(content, list) else [content]
+    texts = [_part_text(part) for part in parts]
+    return "\n".join(texts)
 
 
-class OutputText:
-    """What a client may see of an output: `TextStream`, then `StopMatcher`, then trimming.
+def _part_text(part: object) -> str:
+    if isinstance(part, str):
+        return part
+    fields = cast("Mapping[str, object]", part) if isinstance(part, Mapping) else {}
+    text = fields.get("text")
+    if fields.get("type") != "text" or not isinstance(text, str):
+        raise RequestError(
+            "a content part is not text",
+            why=f"its type is {fields.get('type')!r}, and this model reads text only",
+            fix='send a string, or parts of the form {"type": "text", "text": "..."}',
+            param="messages",
+        )
+    return text
 
-    The engine uses it to find stop strings, the doors to make text; both see the same.
 
-        text = OutputText(tokenizer, request.sampling, request.prompt_ids)
-        shown = text.push(delta.token_ids, delta.finish)   # "" while nothing is certain
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte behind each character of byte-level BPE vocabularies (GPT-2's table).
+
+    Printable Latin-1 bytes stand for themselves, the others for code points from 256 up.
     """
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {
+        chr(256 + rank): byte for rank, byte in enumerate(hidden)
+    }
 
-    def __init__(
-        self, tokenizer: Tokenizer, sampling: SamplingParams, prompt_ids: Sequence[int] = ()
-    ) -> None:
-        self.matched: str | None = None  # the stop string that ended the text
 
-    def push(self, token_ids: Sequence[int], finish: FinishReason | None = None) -> str:
-        """Take a delta, return the new text; with `finish` everything held back comes out."""
-        raise NotImplementedError
+_BYTE_OF = _byte_alphabet()
