@@ -41,7 +41,15 @@ CONTEXT = "tetrarch_attention"
 
 _HONOURED = frozenset({CONTEXT, "scaling", "sliding_window", "s_aux", "is_causal", "dropout"})
 # The layer's own arguments, which transformers passes on to every attention function.
-_NOT_OURS = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states"})
+_NOT_OURS = frozenset(
+    {
+        "position_ids",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+    }
+)
 _ACCEPTED = _HONOURED | _NOT_OURS
 
 

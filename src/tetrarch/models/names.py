@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a checkpoint tensor goes: a dense parameter, or a matrix of one expert.
+
+The only file that leans on transformers' private name mapping, which it uses as an oracle for
+names alone; no tensor passes through it. `tests/models/test_names.py` pins the families.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    apply_renamings,
+    rename_source_key,
+)
+
+from tetrarch.core.errors import CheckpointError
+from tetrarch.models.experts import is_expert_module
+from tetrarch.moe.types import Part
+
+__all__ = ["DenseDestination", "Destination", "ExpertDestination", "Ignored", "NamePlan"]
+
+# A number that is a whole component of a dotted name: a layer or an expert, not the 1 of `w1`.
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_MTP = re.compile(r"^(model\.)?mtp\.")
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+# Only these are undone by naming the expert and the part; any other op would change the tensor.
+_NAMED_OPS = {"MergeModulelist", "Concatenate"}
+
+
+class Ignored(StrEnum):
+    """Why a known checkpoint tensor has no destination."""
+
+    MTP = "mtp"  # the draft layers, while speculation is off
+    ROTARY = "rotary"  # inv_freq, recomputed from the config
+    TIED = "tied"  # a second copy of the embedding
+
+
+@dataclass(frozen=True, slots=True)
+class DenseDestination:
+    """A parameter or persistent buffer outside the experts."""
+
+    name: str  # as in `Model.weights`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertDestination:
+    """One expert's matrix, or the stack of a whole layer's.
+
+    Attributes:
+        layer: Path of the experts module, the key of `Model.experts`.
+        part: `None`: gate and up in one tensor.
+        expert: Global id; `None`: all experts, stacked along dimension 0.
+        bias: A bias vector rather than a matrix.
+        transposed: A stack stored as (K, N) rather than (N, K).
+        interleaved: Gate and up alternate row by row; otherwise gate comes before up.
+    """
+
+    layer: str
+    part: Part | None
+    expert: int | None
+    bias: bool = False
+    transposed: bool = False
+    interleaved: bool = False
+
+    @property
+    def fused(self) -> bool:
+        """Whether the tensor holds more than one matrix."""
+        return self.part is None or self.expert is None
+
+    def matrices(self, value: Tensor) -> Iterator[tuple[Part, int, Tensor]]:
+        """Split a tensor into what an expert stager takes: (part, expert id, (N, K) or (N,))."""
+        if self.expert is None:
+            for expert, one in enumerate(value):
+                yield from self._parts(expert, one)
+        else:
+            yield from self._parts(self.expert, value)
+
+    def _parts(self, expert: int, value: Tensor) -> Iterator[tuple[Part, int, Tensor]]:
+        rows = value.T if self.transposed and not self.bias else value
+        if self.part is not None:
+            yield self.part, expert, rows
+            return
+        half = rows.shape[0] // 2
+        gate, up = (rows[::2], rows[1::2]) if self.interleaved else (rows[:half], rows[half:])
+        yield Part.GATE, expert, gate
+        yield Part.UP, expert, up
+
+
+Destination = DenseDestination | ExpertDestination
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """How transformers keeps one layer's experts."""
+
+    num_experts: int
+    gated: bool
+    transposed: bool
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """Names that differ only in their numbers: `model.layers.{}.mlp.experts.{}.w1.weight`."""
+
+    layer: str  # with `{}` for every number but the last, which is the expert
+    part: Part | None
+
+
+class NamePlan:
+    """Resolve checkpoint names of one model.
+
+    Args:
+        model: The transformers model on `meta`, with its own expert modules still in place.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        mapping = get_model_conversion_mapping(model)
+        self._renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
+        self._converters = [step for step in mapping if isinstance(step, WeightConverter)]
+        self._prefix = model.base_model_prefix
+        self._model_type = str(model.config.model_type)
+        self._num_layers = int(model.config.num_hidden_layers)
+        self._tied = frozenset(model.all_tied_weights_keys)
+        self._names = dict.fromkeys(model.state_dict(), True)
+        self._stacks = {
+            path: _stack(module)
+            for path, module in model.named_modules()
+            if is_expert_module(module)
+        }
+        self._templates: dict[tuple[str, ...], _Template] = {}
+
+    def resolve(self, name: str) -> Destination | None:
+        """Return where a tensor goes, or `None` when it is known to go nowhere (`ignored`).
+
+        Args:
+            name: Checkpoint name; of a quantized weight the base name, `….weight`, not a scale's.
+
+        Raises:
+            CheckpointError: The model has no such tensor.
+        """
+        pieces = tuple(_NUMBER.split(name))
+        template = self._templates.get(pieces)
+        if template is not None:
+            numbers = _NUMBER.findall(name)
+            found = self._expert(template, numbers)
+            if found is not None:
+                return found
+        if self.ignored(name) is not None:
+            return None
+        return self._ask(name, pieces)
+
+    def module_path(self, name: str) -> str:
+        """Return a checkpoint's module name as transformers has it: `block_sparse_moe` is `mlp`."""
+        return apply_renamings(f"{name}.", self._renamings).removesuffix(".")
+
+    def ignored(self, name: str) -> Ignored | None:
+        """Return why a tensor is left out, or `None` when it is not."""
+        layer = _LAYER.match(name)
+        if _MTP.match(name) or (layer and int(layer[1]) >= self._num_layers):
+            return Ignored.MTP
+        if name.endswith("rotary_emb.inv_freq"):
+            return Ignored.ROTARY
+        if name in self._tied:
+            return Ignored.TIED
+        return None
+
+    def _expert(self, template: _Template, numbers: list[str]) -> ExpertDestination | None:
+        layer, expert = template.layer.format(*numbers[:-1]), int(numbers[-1])
+        stack = self._stacks.get(layer)
+        if stack is None or expert >= stack.num_experts:
+            return None
+        return ExpertDestination(layer=layer, part=template.part, expert=expert)
+
+    def _ask(self, name: str, pieces: tuple[str, ...]) -> Destination:
+        """Ask transformers, which takes 30 to 110 µs; remember the template of an expert name."""
+        target, pattern = rename_source_key(
+            name, self._renamings, self._converters, self._prefix, self._names
+        )
+        if target not in self._names:
+            raise self._unknown(name)
+        layer, _, leaf = target.rpartition(".")
+        stack = self._stacks.get(layer)
+        if pattern is None:
+            return DenseDestination(target) if stack is None else _stacked(layer, leaf, stack)
+        converter = next(c for c in self._converters if pattern in c.source_patterns)
+        numbers = _NUMBER.findall(name)
+        template = _Template(_NUMBER.sub("{}", f"{layer}."), self._part(converter, pattern, leaf))
+        template = _Template(template.layer.rstrip("."), template.part)
+        ops = {type(op).__name__ for op in converter.operations}
+        found = self._expert(template, numbers) if ops <= _NAMED_OPS else None
+        if found is None or found.layer != layer:
+            raise self._unknown(name)
+        self._templates[pieces] = template
+        return found
+
+    @staticmethod
+    def _part(converter: Any, pattern: str, leaf: str) -> Part | None:
+        if leaf == "down_proj":
+            return Part.DOWN
+        if leaf == "up_proj":
+            return Part.UP
+        if len(converter.source_patterns) == 1:
+            return None
+        return (Part.GATE, Part.UP)[converter.source_patterns.index(pattern)]
+
+    def _unknown(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"tensor {name!r} has no place in a {self._model_type} model",
+            why="no parameter, buffer or expert of the model carries that name",
+            fix="check that config.json belongs to these weights",
+        )
+
+
+def _stacked(layer: str, leaf: str, stack: _Stack) -> ExpertDestination:
+    bias = leaf.endswith("_bias")
+    parts = {"down_proj": Part.DOWN, "up_proj": Part.UP, "gate_up_proj": None}
+    part = parts[leaf.removesuffix("_bias")]
+    return ExpertDestination(
+        layer=layer,
+        part=part,
+        expert=None,
+        bias=bias,
+        transposed=stack.transposed and not bias,
+        interleaved=stack.interleaved and part is None,
+    )
+
+
+def _stack(module: nn.Module) -> _Stack:
+    facts: dict[str, Any] = vars(module)
+    down = module.get_parameter("down_proj")
+    return _Stack(
+        num_experts=down.shape[0],
+        gated=facts["has_gate"],
+        transposed=facts["is_transposed"],
+        interleaved=not facts["is_concatenated"],
+    )
