@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The smoke steps cover the extremes and stay within every limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tetrarch.config.plan import Plan, TokenBudget
+from tetrarch.executor.capacity import Capacity
+from tetrarch.executor.smoke import smoke_steps
+from tetrarch.executor.step import Phase
+
+MakePlan = Callable[..., Plan]
+ROOM = Capacity(num_pages=1000, page_size=4)
+
+
+def budget(per_rank: int) -> dict[str, Any]:
+    return {"budget": TokenBudget(per_rank=per_rank, rows=per_rank, term="test")}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_one_token_the_widest_decode_and_the_longest_prefill(
+    make_plan: MakePlan, device: str
+) -> None:
+    plan = make_plan(experts=budget(150), device={"torch_device": device})
+    one, wide, long = smoke_steps(plan, ROOM)
+    assert (one.phase, one.num_tokens) == (Phase.DECODE, 1)
+    assert (wide.phase, [len(seq.token_ids) for seq in wide.seqs]) == (Phase.DECODE, [1] * 8)
+    assert (long.phase, [len(seq.token_ids) for seq in long.seqs]) == (Phase.PREFILL, [64, 64, 22])
+
+
+def test_a_cpu_is_not_kept_busy_by_a_huge_budget(make_plan: MakePlan) -> None:
+    slow = smoke_steps(make_plan(experts=budget(16384)), ROOM)[2]
+    full = smoke_steps(make_plan(experts=budget(2048), device={"torch_device": "cuda"}), ROOM)[2]
+    assert (slow.num_tokens, full.num_tokens) == (512, 2048)
+
+
+def test_no_page_is_shared_and_none_is_beyond_the_pool(make_plan: MakePlan) -> None:
+    small = Capacity(num_pages=20, page_size=4)
+    for step in smoke_steps(make_plan(experts=budget(400)), small):
+        pages = [page for seq in step.seqs for page in seq.pages]
+        assert len(set(pages)) == len(pages)
+        assert max(pages) < 20
+        assert all(len(seq.pages) * 4 >= len(seq.token_ids) for seq in step.seqs)
+
+
+def test_no_step_reads_a_key_that_it_did_not_write(make_plan: MakePlan) -> None:
+    """A fresh pool holds anything, NaN included; such a read would fail a healthy model."""
+    steps = smoke_steps(make_plan(), ROOM)
+    assert all(seq.start == 0 for step in steps for seq in step.seqs)
