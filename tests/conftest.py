@@ -14,6 +14,29 @@ from types import ModuleType
 import pytest
 from transformers import PreTrainedModel
 
+from tetrarch.config.hardware import Arch, Device
+from tetrarch.config.plan import (
+    ExpertPlan,
+    GraphPlan,
+    MemoryPlan,
+    ModelPlan,
+    ParallelPlan,
+    Plan,
+    QuantPlan,
+    SchedulePlan,
+    ServePlan,
+    TokenBudget,
+)
+from tetrarch.config.support import SUPPORT, Finalize
+from tetrarch.models.describe import describe
+from tetrarch.numerics.contract import (
+    Activations,
+    Quantization,
+    Recipe,
+    SourceFormat,
+    contract_for,
+)
+
 TOOLS = Path(__file__).parents[1] / "tools"
 
 
@@ -67,3 +90,83 @@ def tiny_checkpoint(
         return TinyCheckpoint(folder, model)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def make_plan() -> Callable[..., Plan]:
+    """Return a factory of one-rank CPU plans: checkpoint folder, dtype, contract → plan."""
+    return _make_plan
+
+
+def _make_plan(
+    path: Path,
+    *,
+    dtype: str = "float32",
+    quantization: Quantization = Quantization.NONE,
+    activations: Activations | None = None,
+    ignored_layers: tuple[str, ...] = (),
+    source: SourceFormat = SourceFormat.FP32,
+    decoded_cache: bool = True,
+) -> Plan:
+    contract = contract_for(quantization, activations)
+    assert contract is not None
+    facts = describe(str(path))
+    route = next(row for row in SUPPORT if row.activations is contract.activations)
+    return Plan(
+        model=ModelPlan(
+            path=str(path),
+            tokenizer_path=str(path),
+            served_name=path.name,
+            dtype=dtype,
+            context_len=facts.context_len,
+            facts=facts,
+        ),
+        quant=QuantPlan(
+            contract=contract,
+            source=source,
+            ignored_layers=ignored_layers,
+            weight_recipe=Recipe(448, "mse", half_error=True),
+            activation_recipe=None,
+            fc2_input_scale=1 / 2688,
+        ),
+        parallel=ParallelPlan(1, 1, 1),
+        experts=ExpertPlan(
+            route=route,
+            finalize=Finalize.SEPARATE,
+            budget=TokenBudget(per_rank=512, rows=512, term="the test's own limit"),
+            decoded_cache=decoded_cache,
+        ),
+        spec=None,
+        graphs=GraphPlan(0, 0),
+        memory=MemoryPlan(page_size=16, max_total_tokens=4096, kv_bytes=None, fraction=0.5),
+        schedule=SchedulePlan(
+            max_running_requests=16,
+            max_prefill_tokens=512,
+            chunk_tokens=128,
+            mixed_chunk=True,
+            prefix_cache=True,
+        ),
+        serve=ServePlan(
+            host="127.0.0.1",
+            port=0,
+            api_key=None,
+            admin_api_key=None,
+            chat_template=None,
+            log_level="info",
+            incremental_streaming=False,
+            allow_auto_truncate=False,
+            stream_interval=1,
+        ),
+        device=Device(
+            arch=Arch.CPU,
+            name="cpu",
+            torch_device="cpu",
+            num_devices=1,
+            memory_bytes=1 << 33,
+            physical_cores=1,
+        ),
+        deterministic=False,
+        num_threads=1,
+        process_env=(),
+        decisions=(),
+    )
