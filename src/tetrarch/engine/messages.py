@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from tetrarch.core import errors
+from tetrarch.core.errors import LaunchErrors, TetrarchError
 from tetrarch.engine.request import Delta, GenerateRequest
 
 __all__ = [
@@ -79,21 +81,32 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The engine could not start; the class in `core.errors` and the three lines of the error."""
+    """The engine could not start: the error's class (in `core.errors`) and its three lines."""
 
+    kind: str
     what: str
     why: str
     fix: str
-    kind: str = "TetrarchError"
+
+    @classmethod
+    def of(cls, error: TetrarchError) -> StartFailed:
+        """Describe an error for the other process."""
+        return cls(kind=type(error).__name__, what=error.what, why=error.why, fix=error.fix)
+
+    def error(self) -> TetrarchError:
+        """Return the error, of its own class where that takes three lines."""
+        kind = _ERRORS.get(self.kind, TetrarchError)
+        return kind(self.what, why=self.why, fix=self.fix)
 
 
 class LoadProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """How far the start has come; sent a few times a second, and when a label is done."""
+    """How far the start has come; sent a few times a second, and when `finished`."""
 
     label: str
     total: int
     unit: str
     done: int
+    finished: bool = False
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -109,6 +122,12 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 Inbound = GenerateRequest | Abort | Flush | Snapshot | Shutdown
 Outbound = Delta | ControlReply | Ready | StartFailed | LoadProgress | Heartbeat
+
+_ERRORS: dict[str, type[TetrarchError]] = {
+    kind.__name__: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, TetrarchError) and kind is not LaunchErrors
+}
 
 _encoder = msgspec.msgpack.Encoder()
 _inbound: msgspec.msgpack.Decoder[Inbound] = msgspec.msgpack.Decoder(Inbound)

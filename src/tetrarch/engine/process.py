@@ -1,53 +1,102 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine as a process of its own: `python -m tetrarch.engine.process`."""
+"""The engine as a process of its own, seen from the door that started it.
+
+The child (`engine/child.py`) is a fresh interpreter, so a user's script needs no `__main__`
+guard and may be run from anywhere. Its standard input carries the plan, and then stays open: when
+it closes, the parent is gone, and the child ends.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
 from types import TracebackType
 from typing import Self
 
+import zmq
+
 from tetrarch.config.plan import Plan
-from tetrarch.core.progress import Progress
-from tetrarch.engine.messages import Ready
+from tetrarch.core.errors import ConfigError
+from tetrarch.core.progress import NoProgress, Progress
+from tetrarch.engine.connection import Connection
+from tetrarch.engine.messages import LoadProgress, Ready, StartFailed
 
 __all__ = ["EngineProcess"]
+
+_LONGEST_SOCKET_PATH = 100  # the kernel takes 107 bytes
 
 
 class EngineProcess:
     """Start an engine, and end it; a context manager.
 
-    `wait_ready` before a `Connection` or `AsyncConnection` is made from it.
+    Make a `Connection` or an `AsyncConnection` from it, at any time.
+
+    Attributes:
+        inbound, outbound: Sockets of the connection.
+        sentinel: A file descriptor that becomes readable when the child has ended.
     """
 
-    def __init__(self, plan: Plan) -> None: ...
+    def __init__(self, plan: Plan, *, module: str = "tetrarch.engine.child") -> None:
+        """Start the child; `module` is another main program in tests.
+
+        Raises:
+            ConfigError: The temporary folder's path is too long for a socket.
+        """
+        folder = tempfile.mkdtemp(prefix="tetrarch-")
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.inbound = self._bind(zmq.PUSH, f"{folder}/in")
+        self.outbound = self._bind(zmq.PULL, f"{folder}/out")
+        self._child = subprocess.Popen(
+            [sys.executable, "-P", "-m", module],  # -P: files of the working directory hide nothing
+            stdin=subprocess.PIPE,
+            env={**os.environ, **dict(plan.process_env)},
+        )
+        self.sentinel, ended = os.pipe()
+        watch = threading.Thread(target=_watch, args=(self._child, ended), daemon=True)
+        watch.start()
+        self._end = weakref.finalize(
+            self, _end, self._child, self._context, folder, watch, self.sentinel
+        )
+        self._hand_over((folder, plan))
 
     @property
     def pid(self) -> int:
         """The child's process id."""
-        raise NotImplementedError
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the child runs."""
-        raise NotImplementedError
+        return self._child.pid
 
     @property
     def exit_code(self) -> int | None:
         """The child's return code; `None` while it runs."""
-        raise NotImplementedError
+        return self._child.returncode
 
     def wait_ready(self, progress: Progress | None = None) -> Ready:
-        """Wait until the weights are loaded, showing how far that has come.
+        """Wait until the weights are loaded, and show how far that has come.
 
         Raises:
-            TetrarchError: What stopped the start, of the class the engine raised.
+            TetrarchError: What stopped the start, of the class that the engine raised.
             EngineDead: The process ended without a word.
         """
-        raise NotImplementedError
+        relay = _Relay(progress or NoProgress())
+        connection = Connection(self)
+        while True:
+            for message in connection.receive():
+                if isinstance(message, LoadProgress):
+                    relay.show(message)
+                elif isinstance(message, StartFailed):
+                    raise message.error()
+                elif isinstance(message, Ready):
+                    return message
 
-    def close(self, *, grace: float = 5.0) -> None:
-        """End the child, by force after `grace` seconds; remove the sockets. Idempotent."""
-        raise NotImplementedError
+    def close(self) -> None:
+        """End the child and remove its sockets; once is enough."""
+        self._end()
 
     def __enter__(self) -> Self:
         return self
@@ -59,3 +108,65 @@ class EngineProcess:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _bind(self, kind: int, path: str) -> zmq.Socket[bytes]:
+        if len(path.encode()) > _LONGEST_SOCKET_PATH:
+            raise ConfigError(
+                f"{path} is too long for a socket",
+                why=f"the kernel takes {_LONGEST_SOCKET_PATH} bytes",
+                fix="set TMPDIR to a shorter path, such as /tmp",
+            )
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)  # requests queue in the scheduler, never here
+        socket.bind(f"ipc://{path}")
+        return socket
+
+    def _hand_over(self, start: tuple[str, Plan]) -> None:
+        assert self._child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # ended already; the sentinel tells
+            pickle.dump(start, self._child.stdin)
+            self._child.stdin.flush()
+
+
+class _Relay:
+    """Drive a progress bar here with what the child reports."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._label, self._done = "", 0
+
+    def show(self, message: LoadProgress) -> None:
+        if message.label != self._label:
+            self._progress.start(message.label, message.total, message.unit)
+            self._label, self._done = message.label, 0
+        self._progress.advance(message.done - self._done)
+        self._done = message.done
+        if message.finished:
+            self._progress.finish()
+            self._label = ""
+
+
+def _watch(child: subprocess.Popen[bytes], ended: int) -> None:
+    """Close the other end of the sentinel when the child has ended."""
+    child.wait()
+    os.close(ended)
+
+
+def _end(
+    child: subprocess.Popen[bytes],
+    context: zmq.Context[zmq.Socket[bytes]],
+    folder: str,
+    watch: threading.Thread,
+    sentinel: int,
+) -> None:
+    """Let the child go, by force after five seconds; leave nothing behind."""
+    assert child.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        child.stdin.close()
+    watch.join(timeout=5.0)
+    if watch.is_alive():
+        child.kill()
+        watch.join()
+    os.close(sentinel)
+    context.destroy(linger=0)
+    shutil.rmtree(folder, ignore_errors=True)
