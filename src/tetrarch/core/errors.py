@@ -14,6 +14,7 @@ __all__ = [
     "EngineDead",
     "LaunchErrors",
     "RequestError",
+    "ShapeError",
     "TetrarchError",
     "UnknownAttentionArgument",
     "Unsupported",
@@ -72,6 +73,10 @@ class AddressChanged(TetrarchError):
 
 class CapacityExceeded(TetrarchError):
     """A forward is larger than the buffers that were sized for the worst case."""
+
+
+class ShapeError(TetrarchError, ValueError):
+    """A tensor's shape or dtype cannot stand for what it is meant to be."""
 
 
 class UnknownAttentionArgument(TetrarchError):
