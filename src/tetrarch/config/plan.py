@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tetrarch.config.hardware import Device
+from tetrarch.config.patterns import matches
 from tetrarch.config.support import Finalize, Route
+from tetrarch.core.errors import CapacityExceeded
 from tetrarch.numerics.contract import QuantContract, Recipe, SourceFormat
 
 __all__ = [
@@ -31,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One thing `resolve` settled, and why."""
+    """One thing `resolve` settled, and why. `field` is a setting's name where there is one."""
 
     field: str
     value: str
@@ -77,10 +79,14 @@ class QuantPlan:
 
     contract: QuantContract
     source: SourceFormat
-    ignored_layers: tuple[str, ...]  # patterns of --fp4-ignored-layers; these run unquantized
+    ignored_layers: tuple[str, ...]  # patterns (config/patterns.py) of layers left unquantized
     weight_recipe: Recipe  # 4-over-6 of online weights
     activation_recipe: Recipe | None  # 4-over-6 of activations; None: plain exact mode
     fc2_input_scale: float  # per-token factor of the second GEMM's input: 1/2688, or 1.0
+
+    def ignores(self, layer: str) -> bool:
+        """Whether the expert layer at this HF path runs unquantized."""
+        return any(matches(pattern, layer) for pattern in self.ignored_layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,7 @@ class ParallelPlan:
     tp: int
     dp: int
     ep: int
+    max_dispatch_tokens: int | None = None  # the operator's limit of one rank's all-to-all
 
     @property
     def world_size(self) -> int:
@@ -104,6 +111,7 @@ class SpecPlan:
     algorithm: str
     num_steps: int
     num_draft_tokens: int  # tokens verified a step, the bonus token's position included
+    max_draft_tokens: int = 0  # the most over all modes, where the number adapts
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +128,7 @@ class SchedulePlan:
 
     max_running_requests: int
     max_prefill_tokens: int
-    chunk_tokens: int  # 0: prompts are not chunked
+    chunk_tokens: int  # a multiple of the page size; 0: prompts are not chunked
     mixed_chunk: bool  # decodes ride along with a prefill chunk
     prefix_cache: bool
 
@@ -138,6 +146,20 @@ class TokenBudget:
     per_rank: int
     rows: int
     term: str
+
+    def require(self, rows: int) -> None:
+        """Refuse a forward that the buffers were not sized for.
+
+        Raises:
+            CapacityExceeded: More rows than capacity; the message names what set it.
+        """
+        if rows > self.rows:
+            raise CapacityExceeded(
+                f"an expert layer was handed {rows} rows and has room for {self.rows}",
+                why=f"buffers were sized for {self.per_rank} tokens a rank: {self.term}",
+                fix="this is a defect of the scheduler: report it with the output of "
+                "`tetrarch explain`",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +179,7 @@ class MemoryPlan:
     page_size: int
     max_total_tokens: int | None  # the operator's cap; None: by memory
     kv_bytes: int | None  # the operator's size in bytes; None: by fraction
-    fraction: float  # of what is free after loading
+    fraction: float  # of what is free after loading, where neither of the two is given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,8 +188,8 @@ class ServePlan:
 
     host: str
     port: int
-    api_key: str | None
-    admin_api_key: str | None
+    api_key: str | None = field(repr=False)
+    admin_api_key: str | None = field(repr=False)
     chat_template: str | None
     log_level: str
     incremental_streaming: bool

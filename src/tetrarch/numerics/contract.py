@@ -13,6 +13,7 @@ from enum import StrEnum
 
 __all__ = [
     "CONTRACTS",
+    "WEIGHT_RECIPE",
     "Activations",
     "QuantContract",
     "Quantization",
@@ -20,6 +21,7 @@ __all__ = [
     "Scale",
     "Scope",
     "SourceFormat",
+    "activations_of",
     "contract_for",
 ]
 
@@ -84,6 +86,11 @@ class Recipe:
     error: str = "mae"
     half_error: bool = False
 
+    @property
+    def token_factor(self) -> float:
+        """Per-token factor that lets a block scale reach `e4m3_max`: 1 / (6 * e4m3_max)."""
+        return 1 / (6 * self.e4m3_max)
+
 
 @dataclass(frozen=True, slots=True)
 class QuantContract:
@@ -116,6 +123,14 @@ class QuantContract:
         """Whether expert weights are NVFP4."""
         return bool(self.weight_scales)
 
+    @property
+    def quantizes_activations(self) -> bool:
+        """Whether expert inputs are NVFP4."""
+        return bool(self.activation_scales)
+
+
+# Online weights always choose between 4 and 6, whatever the activations do.
+WEIGHT_RECIPE = Recipe(448, "mse", half_error=True)
 
 _BLOCK = Scale(Scope.BLOCK, "e4m3", dynamic=False)
 _BLOCK_DYNAMIC = Scale(Scope.BLOCK, "e4m3", dynamic=True)
@@ -150,3 +165,8 @@ def contract_for(
         if contract.quantization == quantization and activations in (None, contract.activations):
             return contract
     return None
+
+
+def activations_of(quantization: Quantization) -> tuple[Activations, ...]:
+    """Return what a quantization may be paired with, its default first."""
+    return tuple(row.activations for row in CONTRACTS if row.quantization == quantization)

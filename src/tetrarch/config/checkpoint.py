@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the checkpoint says it is, without reading a weight."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from tetrarch.config.formats import Declared, recognise
+from tetrarch.config.headers import WeightScan, scan_weights
+from tetrarch.core.errors import CheckpointError
+from tetrarch.numerics.contract import SourceFormat
+
+__all__ = ["Checkpoint", "demo_model_path", "read_checkpoint"]
+
+_PLAIN = {"BF16": SourceFormat.BF16, "F16": SourceFormat.FP16, "F32": SourceFormat.FP32}
+_NAMES = {
+    SourceFormat.BF16: "bfloat16",
+    SourceFormat.FP16: "float16",
+    SourceFormat.FP32: "float32",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint folder, described.
+
+    Attributes:
+        path: The folder.
+        config: `config.json`.
+        source: What the expert weights are stored as.
+        label: The same in the producer's words.
+        dtype: Type of the weights that are not quantized, as torch names it.
+        quant_ignore: The producer's list of modules it left alone.
+        has_input_scales: Static activation scales are stored beside the weights.
+        kv_quant: What the KV cache was calibrated for, or `None`.
+        weights: The tensors, counted; zeros where the folder holds none.
+    """
+
+    path: str
+    config: Mapping[str, Any]
+    source: SourceFormat
+    label: str
+    dtype: str
+    quant_ignore: tuple[str, ...]
+    has_input_scales: bool
+    kv_quant: str | None
+    weights: WeightScan
+
+    @property
+    def is_nvfp4(self) -> bool:
+        """Whether the expert weights are serialized NVFP4."""
+        return self.source in (SourceFormat.NVFP4_MODELOPT, SourceFormat.NVFP4_COMPRESSED)
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the expert weights are stored in FP8."""
+        return self.source in (SourceFormat.FP8_BLOCK, SourceFormat.FP8_TENSOR)
+
+
+def demo_model_path() -> str:
+    """Return the folder of the demo checkpoint that ships with the package."""
+    return str(resources.files("tetrarch") / "demo_model")
+
+
+def read_checkpoint(path: str) -> Checkpoint:
+    """Describe the checkpoint in a local folder.
+
+    Raises:
+        CheckpointError: The folder or its `config.json` is missing or damaged, or the weights are
+            in a format that we refuse; the message says which and what to do.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"there is no checkpoint folder {path!r}",
+            why="it is a file" if folder.exists() else "no such folder",
+            fix="check the path; the name of a model on the hub is organisation/model",
+        )
+    config = _read_json(folder / "config.json")
+    if config is None:
+        raise CheckpointError(
+            f"{path} holds no config.json",
+            why="a Hugging Face checkpoint describes its model there",
+            fix="name the folder that holds config.json and the .safetensors files; GGUF and "
+            "original-format checkpoints must be converted",
+        )
+    declared = recognise(config, _read_json(folder / "hf_quant_config.json"))
+    weights = scan_weights(folder)
+    return _checkpoint(folder, config, declared or _undeclared(config, weights), weights)
+
+
+def _checkpoint(
+    folder: Path, config: Mapping[str, Any], declared: Declared, weights: WeightScan
+) -> Checkpoint:
+    return Checkpoint(
+        path=str(folder),
+        config=config,
+        source=declared.source,
+        label=declared.label,
+        dtype=_config_dtype(config) or _NAMES.get(declared.source, "bfloat16"),
+        quant_ignore=declared.ignore,
+        has_input_scales=declared.has_input_scales,
+        kv_quant=declared.kv_quant,
+        weights=weights,
+    )
+
+
+def _undeclared(config: Mapping[str, Any], weights: WeightScan) -> Declared:
+    if weights.dtype and weights.dtype not in _PLAIN:
+        raise CheckpointError(
+            f"the weights are {weights.dtype}, and nothing says what they mean",
+            why="config.json has no quantization_config, and there is no hf_quant_config.json",
+            fix="download the whole checkpoint, config.json included",
+        )
+    by_name = {name: source for source, name in _NAMES.items()}
+    configured = by_name.get(_config_dtype(config), SourceFormat.BF16)
+    source = _PLAIN.get(weights.dtype, configured)
+    return Declared(source=source, label=source.upper())
+
+
+def _config_dtype(config: Mapping[str, Any]) -> str:
+    for section in (config, config.get("text_config") or {}):
+        name = section.get("dtype") or section.get("torch_dtype")
+        if name in _NAMES.values():
+            return str(name)
+    return ""
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read", why=str(error), fix="download the file again"
+        ) from None
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{path} is not a JSON object",
+            why="it holds another kind of JSON",
+            fix="download it again",
+        )
+    return value

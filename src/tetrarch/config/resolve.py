@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turn what was asked, what the checkpoint is and what the device can do into a plan.
+
+Pure: no environment, no device, no globals. Each step takes the results it needs, so that the
+order is held by types. Every error of a launch is raised together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tetrarch.config.args import LaunchArgs
+from tetrarch.config.budget import token_budget
+from tetrarch.config.checkpoint import Checkpoint
+from tetrarch.config.hardware import Device
+from tetrarch.config.ledger import Ledger
+from tetrarch.config.plan import ExpertPlan, ModelFacts, Plan
+from tetrarch.config.resolve_experts import resolve_decoded_cache, resolve_route
+from tetrarch.config.resolve_host import resolve_process_env, resolve_threads
+from tetrarch.config.resolve_later import (
+    resolve_deterministic,
+    resolve_graphs,
+    resolve_parallel,
+    resolve_speculation,
+)
+from tetrarch.config.resolve_model import resolve_model, resolve_serve
+from tetrarch.config.resolve_quant import resolve_quant
+from tetrarch.config.resolve_schedule import resolve_memory, resolve_schedule
+from tetrarch.core.errors import LaunchErrors, TetrarchError
+
+__all__ = ["resolve"]
+
+
+def resolve(
+    args: LaunchArgs,
+    checkpoint: Checkpoint,
+    facts: ModelFacts,
+    device: Device,
+    *,
+    earlier: Sequence[TetrarchError] = (),
+) -> Plan:
+    """Decide everything.
+
+    Args:
+        args: What was asked for.
+        checkpoint: What the checkpoint is.
+        facts: What the model is.
+        device: What it runs on.
+        earlier: Errors found before, while reading the settings; raised with ours.
+
+    Raises:
+        LaunchErrors: Everything that is wrong with this launch.
+    """
+    ledger = Ledger(earlier)
+    ledger.decide("device", device.torch_device, _describe(device))
+    model = resolve_model(args, checkpoint, facts, ledger)
+    serve = resolve_serve(args, ledger)
+    parallel = resolve_parallel(args, ledger)
+    spec = resolve_speculation(args, ledger)
+    graphs = resolve_graphs(args, spec, ledger)
+    deterministic = resolve_deterministic(args, ledger)
+    schedule = resolve_schedule(args, spec, device, ledger)
+    memory = resolve_memory(args, model, device, schedule, ledger)
+    threads = resolve_threads(args, parallel, device, ledger)
+    quant = ledger.attempt(lambda: resolve_quant(args, checkpoint, facts, ledger))
+    route = ledger.attempt(lambda: resolve_route(args, quant, device, ledger)) if quant else None
+    if quant is None or route is None:
+        raise LaunchErrors(ledger.errors)
+    budget = token_budget(
+        schedule,
+        spec,
+        graphs=graphs,
+        parallel=parallel,
+        dispatch=route.dispatch,
+        context_len=model.context_len,
+    )
+    ledger.decide("tokens_per_step", budget.per_rank, f"at most: {budget.term}")
+    decoded_cache = resolve_decoded_cache(
+        args, route, model=model, quant=quant, device=device, ledger=ledger
+    )
+    ledger.close()
+    return Plan(
+        model=model,
+        quant=quant,
+        parallel=parallel,
+        experts=ExpertPlan(
+            route=route,
+            finalize=route.finalize[0],
+            budget=budget,
+            decoded_cache=decoded_cache,
+        ),
+        spec=spec,
+        graphs=graphs,
+        memory=memory,
+        schedule=schedule,
+        serve=serve,
+        device=device,
+        deterministic=deterministic,
+        num_threads=threads,
+        process_env=resolve_process_env(threads),
+        decisions=tuple(ledger.decisions),
+    )
+
+
+def _describe(device: Device) -> str:
+    first = f", the first of {device.num_devices}" if device.num_devices > 1 else ""
+    return f"{device.arch}, {device.name}{first}"

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settle ranks, speculation and graphs: declared, sized for, and refused until they exist."""
+
+from __future__ import annotations
+
+from tetrarch.config.args import LaunchArgs
+from tetrarch.config.ledger import Ledger
+from tetrarch.config.plan import GraphPlan, ParallelPlan, SpecPlan
+from tetrarch.core.errors import ConfigError, Unsupported
+
+__all__ = ["resolve_deterministic", "resolve_graphs", "resolve_parallel", "resolve_speculation"]
+
+
+def _not_yet(what: str, why: str) -> Unsupported:
+    return Unsupported(f"{what} is not supported yet", why=why, fix="leave it out")
+
+
+def resolve_parallel(args: LaunchArgs, ledger: Ledger) -> ParallelPlan:
+    """Settle the ranks."""
+    asked = {"--tp-size": args.tp_size, "--dp-size": args.dp_size, "--ep-size": args.ep_size or 1}
+    for flag, size in asked.items():
+        if size > 1:
+            ledger.refuse(_not_yet(f"{flag} {size}", "one process serves one device so far"))
+    if args.max_dispatch_tokens is not None:
+        ledger.refuse(
+            _not_yet(
+                f"--max-dispatch-tokens {args.max_dispatch_tokens}",
+                "it bounds the all-to-all dispatcher, which is not part of tetrarch yet",
+            )
+        )
+    ledger.decide("ep_size", 1, "one rank holds all experts")
+    return ParallelPlan(tp=1, dp=1, ep=1, max_dispatch_tokens=args.max_dispatch_tokens)
+
+
+def resolve_speculation(args: LaunchArgs, ledger: Ledger) -> SpecPlan | None:
+    """Settle drafting; everything that counts tokens takes the result."""
+    details = {
+        "--speculative-num-steps": args.speculative_num_steps,
+        "--speculative-eagle-topk": args.speculative_eagle_topk,
+        "--speculative-num-draft-tokens": args.speculative_num_draft_tokens,
+        "--speculative-draft-model-path": args.speculative_draft_model_path,
+    }
+    said = [flag for flag, value in details.items() if value is not None]
+    if args.speculative_algorithm is not None:
+        ledger.refuse(
+            _not_yet(
+                f"--speculative-algorithm {args.speculative_algorithm}",
+                "drafting and verification are not part of tetrarch yet",
+            )
+        )
+    elif said:
+        ledger.refuse(
+            ConfigError(
+                f"{' and '.join(said)} without --speculative-algorithm",
+                why="nothing is drafted, so it would have no effect",
+                fix="leave it out",
+            )
+        )
+    return None
+
+
+def resolve_graphs(args: LaunchArgs, spec: SpecPlan | None, ledger: Ledger) -> GraphPlan:
+    """Settle what is captured, once it is known how many tokens a request brings."""
+    del spec  # a decode graph holds batch x draft tokens; its batch does not depend on them
+    if args.cuda_graphs == "on":
+        ledger.refuse(_not_yet("--cuda-graphs on", "steps are not captured yet"))
+    elif args.cuda_graphs == "auto":
+        ledger.decide("cuda_graphs", "off", "steps are not captured yet")
+    for flag, size in (
+        ("--graph-max-batch", args.graph_max_batch),
+        ("--graph-max-prefill-tokens", args.graph_max_prefill_tokens),
+    ):
+        if size:
+            ledger.refuse(_not_yet(f"{flag} {size}", "steps are not captured yet"))
+    return GraphPlan(max_decode_batch=0, max_prefill_tokens=0)
+
+
+def resolve_deterministic(args: LaunchArgs, ledger: Ledger) -> bool:
+    """Settle whether results may depend on what runs beside them."""
+    if args.deterministic:
+        ledger.refuse(
+            _not_yet(
+                "--deterministic",
+                "matrix products may still be rounded differently in batches of another size",
+            )
+        )
+    if args.deterministic and args.fused_finalize:
+        ledger.refuse(
+            ConfigError(
+                "--deterministic and --fused-finalize contradict each other",
+                why="the fused finalize adds in whatever order the experts finish",
+                fix="leave one of the two out",
+            )
+        )
+    return args.deterministic
