@@ -14,7 +14,7 @@ _GPU_THREADS = 8  # a GPU's host side tokenizes and launches; more threads only 
 
 # Variable, value (`{threads}` is filled in), reason.
 PROCESS_ENV: tuple[tuple[str, str, str], ...] = (
-    ("OMP_NUM_THREADS", "{threads}", "torch's CPU kernels: one thread per physical core"),
+    ("OMP_NUM_THREADS", "{threads}", "torch's CPU kernels: --threads"),
     ("MKL_NUM_THREADS", "{threads}", "the same for MKL"),
     (
         "OMP_WAIT_POLICY",

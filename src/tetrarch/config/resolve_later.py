@@ -29,6 +29,7 @@ def resolve_parallel(args: LaunchArgs, ledger: Ledger) -> ParallelPlan:
             )
         )
     ledger.decide("ep_size", 1, "one rank holds all experts")
+    ledger.decide("max_dispatch_tokens", "not used", "all_gather sends whole steps")
     return ParallelPlan(tp=1, dp=1, ep=1, max_dispatch_tokens=args.max_dispatch_tokens)
 
 
@@ -56,6 +57,8 @@ def resolve_speculation(args: LaunchArgs, ledger: Ledger) -> SpecPlan | None:
                 fix="leave it out",
             )
         )
+    for flag in ("--speculative-algorithm", *details):
+        ledger.decide(flag.removeprefix("--").replace("-", "_"), "not used", "nothing is drafted")
     return None
 
 
@@ -64,14 +67,16 @@ def resolve_graphs(args: LaunchArgs, spec: SpecPlan | None, ledger: Ledger) -> G
     del spec  # a decode graph holds batch x draft tokens; its batch does not depend on them
     if args.cuda_graphs == "on":
         ledger.refuse(_not_yet("--cuda-graphs on", "steps are not captured yet"))
-    elif args.cuda_graphs == "auto":
-        ledger.decide("cuda_graphs", "off", "steps are not captured yet")
     for flag, size in (
         ("--graph-max-batch", args.graph_max_batch),
         ("--graph-max-prefill-tokens", args.graph_max_prefill_tokens),
     ):
         if size:
             ledger.refuse(_not_yet(f"{flag} {size}", "steps are not captured yet"))
+    if args.cuda_graphs == "auto":
+        ledger.decide("cuda_graphs", "off", "steps are not captured yet")
+    for field in ("graph_max_batch", "graph_max_prefill_tokens"):
+        ledger.decide(field, 0, "nothing is captured")
     return GraphPlan(max_decode_batch=0, max_prefill_tokens=0)
 
 

@@ -6,12 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tetrarch.config.args import LaunchArgs
-from tetrarch.config.estimate import dtype_bytes
 from tetrarch.config.hardware import Arch, Device
 from tetrarch.config.ledger import ASKED, Ledger
 from tetrarch.config.plan import MemoryPlan, ModelPlan, SchedulePlan, SpecPlan
 from tetrarch.core.errors import ConfigError
-from tetrarch.core.units import format_bytes
 
 __all__ = ["resolve_memory", "resolve_schedule"]
 
@@ -62,21 +60,21 @@ def resolve_memory(
     elif device.arch is Arch.CPU:
         cap = schedule.max_running_requests * model.context_len
         ledger.decide("max_total_tokens", cap, "as much as all running requests could hold")
-    if args.kv_cache_bytes is not None:
-        ledger.decide("kv_cache_bytes", args.kv_cache_bytes, ASKED)
-        if args.kv_cache_fraction is not None:
-            ledger.refuse(
-                ConfigError(
-                    "--kv-cache-bytes and --kv-cache-fraction both size the KV cache",
-                    why="one of them would have no effect",
-                    fix="leave one out",
-                )
+    else:
+        ledger.decide("max_total_tokens", "by memory", "measured after loading")
+    if args.kv_cache_bytes is None:
+        ledger.decide("kv_cache_bytes", "by fraction", "measured after loading")
+    elif args.kv_cache_fraction is not None:
+        ledger.refuse(
+            ConfigError(
+                "--kv-cache-bytes and --kv-cache-fraction both size the KV cache",
+                why="one of them would have no effect",
+                fix="leave one out",
             )
+        )
     fraction = ledger.pick(
         "kv_cache_fraction", args.kv_cache_fraction, defaults.fraction, defaults.why_memory
     )
-    per_token = model.facts.kv_elements_per_token * dtype_bytes(model.dtype)
-    ledger.decide("kv_cache_per_token", format_bytes(per_token), f"all layers, {model.dtype}")
     return MemoryPlan(
         page_size=page,
         max_total_tokens=cap,

@@ -175,8 +175,8 @@ class KnobField:
         if low is not None and high is not None:
             noun += f" from {low:g} to {high:g}"
         elif low is not None:
-            noun += f" of at least {low:g}" if not knob.unit else f", at least {low:g}"
-        return noun + (" or auto" if self.optional and self.kind is not str else "")
+            noun += f", at least {low:g}"
+        return noun + (", or auto" if self.optional and self.kind is not str else "")
 
 
 def _items(text: str) -> tuple[str, ...]:
