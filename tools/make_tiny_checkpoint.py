@@ -35,25 +35,26 @@ _COMMON: dict[str, Any] = dict(
 )
 _MLP: dict[str, Any] = dict(intermediate_size=96, moe_intermediate_size=32, num_experts_per_tok=2)
 
+_LATENT: dict[str, Any] = dict(
+    n_routed_experts=8,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+    q_lora_rank=32,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=16,
+    v_head_dim=16,
+    num_key_value_heads=4,
+)
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(_MLP, head_dim=16, num_experts=8, norm_topk_prob=True),
     "qwen2_moe": dict(_MLP, num_experts=8, shared_expert_intermediate_size=48),
     "mixtral": dict(intermediate_size=32, num_local_experts=8, num_experts_per_tok=2, head_dim=16),
     "olmoe": dict(intermediate_size=32, num_experts=8, num_experts_per_tok=2),
-    "deepseek_v3": dict(
-        _MLP,
-        n_routed_experts=8,
-        n_group=2,
-        topk_group=1,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        q_lora_rank=32,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-        num_key_value_heads=4,
-    ),
+    "deepseek_v2": dict(_MLP, **_LATENT, topk_method="greedy"),
+    "deepseek_v3": dict(_MLP, **_LATENT, n_group=2, topk_group=1),
+    "glm4_moe_lite": dict(_MLP, **_LATENT, n_group=1, topk_group=1),
     "glm4_moe": dict(
         _MLP,
         head_dim=16,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eight families equal Hugging Face `generate`, token for token, in mixed paged batches.
+"""Ten families equal Hugging Face `generate`, token for token, in mixed paged batches.
 
 The driver serves five sequences at once: prompts are chunked, decodes ride along with chunks,
 pages are handed out in shuffled order. FP32, experts unquantized.
@@ -21,14 +21,17 @@ from tetrarch.config.plan import Plan
 from tetrarch.models.build import Model, build_model
 from tetrarch.models.names import DenseDestination
 from tetrarch.moe.experts import ExpertStager
+from tetrarch.moe.types import Part
 
 FAMILIES = [
     "qwen3_moe",
     "qwen2_moe",
     "mixtral",
     "olmoe",
+    "deepseek_v2",
     "deepseek_v3",
     "glm4_moe",
+    "glm4_moe_lite",
     "gpt_oss",
     "minimax_m2",
 ]
@@ -48,8 +51,12 @@ def weights_of(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, opened.get_tensor(name)
 
 
-def load(model: Model, plan: Plan) -> None:
-    """Copy a checkpoint by the name plan alone."""
+Place = tuple[Part, int]
+Served = Callable[..., tuple[Model, list[list[int]]]]
+
+
+def load(model: Model, plan: Plan, moved: Callable[[Place], Place]) -> None:
+    """Copy a checkpoint by the name plan alone, experts' matrices where `moved` says."""
     stagers = {p: ExpertStager(layer.spec, plan.quant) for p, layer in model.experts.items()}
     written: set[str] = set()
     for name, value in weights_of(Path(plan.model.path)):
@@ -60,14 +67,14 @@ def load(model: Model, plan: Plan) -> None:
         elif place is not None:
             put = stagers[place.layer].put_bias if place.bias else stagers[place.layer].put
             for part, expert, one in place.matrices(value):
-                put(part, expert, one)
+                put(*moved((part, expert)), one)
     assert written == set(model.weights)
     for path, stager in stagers.items():
         model.experts[path].load(stager.finish())
 
 
 class Server:
-    """First come, first served; greedy; no page is ever reused unless `pages` is small."""
+    """First come, first served; greedy; pages are handed out shuffled."""
 
     def __init__(self, model: Model, *, num_pages: int = 128) -> None:
         self.model = model
@@ -142,24 +149,83 @@ def reference_tokens(reference: torch.nn.Module) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def served(
-    tiny_checkpoint: Callable[..., object], make_plan: Callable[..., Plan]
-) -> Callable[[str], tuple[Model, list[list[int]]]]:
+def served(tiny_checkpoint: Callable[..., object], make_plan: Callable[..., Plan]) -> Served:
     """Family → a freshly loaded model and what it should say."""
 
-    def make(family: str) -> tuple[Model, list[list[int]]]:
+    def make(
+        family: str, moved: Callable[[Place], Place] = lambda place: place
+    ) -> tuple[Model, list[list[int]]]:
         checkpoint = tiny_checkpoint(family)
         plan = make_plan(checkpoint.path)
         model = build_model(plan)
-        load(model, plan)
+        load(model, plan, moved)
         return model, reference_tokens(checkpoint.reference)
 
     return make
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_equal_hugging_face(family: str, served) -> None:
+def test_tokens_equal_hugging_face(family: str, served: Served) -> None:
     model, want = served(family)
     server = Server(model)
     assert server.generate(prompts(), NEW_TOKENS) == want
     assert any(1 in shape and max(shape) > 1 for shape in server.shapes), "no mixed step"
+
+
+def without_window(server: Server) -> None:
+    for site in server.model.sites:
+        vars(server.model.hf.get_submodule(site.name))["sliding_window"] = None
+
+
+def without_sinks(server: Server) -> None:
+    for name, slot in server.model.weights.items():
+        if name.endswith(".sinks"):
+            slot.fill_(-1e4)
+
+
+def with_a_stale_page(server: Server) -> None:
+    server.free = [page for page in server.free if page % 7 for _ in range(2)]  # each twice
+
+
+def without_balancing_bias(server: Server) -> None:
+    for name, slot in server.model.weights.items():
+        if name.endswith("e_score_correction_bias"):
+            slot.zero_()
+
+
+@pytest.mark.parametrize(
+    ("family", "harm"),
+    [
+        ("gpt_oss", without_window),
+        ("gpt_oss", without_sinks),
+        ("minimax_m2", without_balancing_bias),
+        ("qwen3_moe", with_a_stale_page),
+        ("deepseek_v3", with_a_stale_page),
+    ],
+)
+def test_a_harmed_model_is_noticed(
+    family: str, harm: Callable[[Server], None], served: Served
+) -> None:
+    model, want = served(family)
+    server = Server(model)
+    harm(server)
+    assert server.generate(prompts(), NEW_TOKENS) != want
+
+
+def shifted(place: Place) -> Place:
+    """One matrix goes to the next expert."""
+    return place[0], (place[1] + 1) % 8
+
+
+def swapped(place: Place) -> Place:
+    """Gate and up change places."""
+    return {Part.GATE: Part.UP, Part.UP: Part.GATE}.get(place[0], place[0]), place[1]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("moved", [shifted, swapped])
+def test_a_misplaced_expert_is_noticed(
+    family: str, moved: Callable[[Place], Place], served: Served
+) -> None:
+    model, want = served(family, moved)
+    assert Server(model).generate(prompts(), NEW_TOKENS) != want

@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cached_property
 
 import torch
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 from tetrarch.attention.layer import CONTEXT, LatentTap, PagedAttention
 from tetrarch.attention.pool import KVPool
 from tetrarch.attention.types import AttentionInputs, AttentionSite
+from tetrarch.config.patterns import matches
 from tetrarch.config.plan import Plan, QuantPlan
 from tetrarch.core.errors import CheckpointError
 from tetrarch.core.specs import TensorSpec
@@ -159,13 +159,11 @@ def _expert_spec(site: ExpertSite, *, dtype: torch.dtype, device: torch.device) 
 
 
 def _is_ignored(path: str, quant: QuantPlan, names: NamePlan) -> bool:
-    """Whether a pattern names the module or one of its ancestors, as the checkpoint or HF does."""
+    """Whether a pattern names the layer, by its path in transformers or in the checkpoint."""
     if not quant.contract.quantizes_weights:
         return False
-    parts = path.split(".")
-    ancestors = [".".join(parts[: end + 1]) for end in range(len(parts))]
     patterns = {form for p in quant.ignored_layers for form in (p, names.module_path(p))}
-    return any(fnmatchcase(one, pattern) for one in ancestors for pattern in patterns)
+    return any(matches(pattern, path) for pattern in patterns)
 
 
 def _materialise(model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device) -> SlotTable:

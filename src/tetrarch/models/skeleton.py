@@ -26,11 +26,11 @@ __all__ = ["ExpertSite", "Skeleton", "read_skeleton", "swap_module"]
 ATTENTION = "tetrarch"
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention)
 
-_LAYER_KINDS = {"full_attention", "sliding_attention", "dense", "sparse"}
+_LAYER_KINDS = {"full_attention", "sliding_attention"}
 # These rescale with the longest position of the batch, which mixes sequences.
 _LIVE_ROPE = {"dynamic", "longrope"}
 # MLA families whose absorbed form is tested against Hugging Face (tests/models/test_families.py).
-_LATENT_FAMILIES = {"deepseek_v3"}
+_LATENT_FAMILIES = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +65,7 @@ def read_skeleton(path: str, *, dtype: torch.dtype) -> Skeleton:
     """
     config = _read_config(path)
     _refuse_by_config(config)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False
-        )
+    model = _instantiate(config, dtype)
     shapes = {
         name: expert_shape(module)
         for name, module in model.named_modules()
@@ -76,7 +73,7 @@ def read_skeleton(path: str, *, dtype: torch.dtype) -> Skeleton:
     }
     if not shapes:
         raise _refusal(config, "it has no expert layers in a form that we can replace")
-    top_k, sites = _visit(model.eval(), shapes)
+    top_k, sites = _visit(model, shapes)
     return Skeleton(
         model=model,
         names=NamePlan(model),
@@ -108,7 +105,7 @@ def _refuse_by_config(config: PreTrainedConfig) -> None:
     fields = vars(config.get_text_config())
     kinds = {
         str(kind)
-        for name in ("layer_types", "layers_block_type", "hybrid_override_pattern")
+        for name in ("layer_types", "layers_block_type")
         for kind in fields.get(name) or ()
     }
     if other := sorted(kinds - _LAYER_KINDS):
@@ -117,6 +114,18 @@ def _refuse_by_config(config: PreTrainedConfig) -> None:
     for rope in (ropes, *(value for value in ropes.values() if isinstance(value, Mapping))):
         if rope.get("rope_type") in _LIVE_ROPE:
             raise _refusal(config, f"its rotary embedding is {rope['rope_type']}")
+
+
+def _instantiate(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False
+            )
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        why = f"transformers cannot build it: {type(error).__name__}: {error}"
+        raise _refusal(config, why) from error
+    return model.eval()
 
 
 def _visit(
@@ -171,7 +180,7 @@ class _AttentionRecorder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.sites: list[AttentionSite] = []
-        self._model_type = str(model.config.model_type)
+        self._config = model.config
         self._paths = {module: path for path, module in model.named_modules()}
         self._kept: tuple[Tensor, Tensor] | None = None
 
@@ -182,8 +191,9 @@ class _AttentionRecorder:
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         key, value = self._kept or (call.key, call.value)
         latent = key is not call.key
-        if latent and self._model_type not in _LATENT_FAMILIES:
-            raise TypeError("keys are changed between the cache and the attention")
+        if latent and self._config.model_type not in _LATENT_FAMILIES:
+            why = "it changes keys between its cache and its attention, in a way we do not know"
+            raise _refusal(self._config, why)
         self._kept = None
         self.sites.append(
             AttentionSite(
