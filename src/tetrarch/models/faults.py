@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that is wrong with a checkpoint, collected and told at once."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from tetrarch.core.errors import CheckpointError
+
+__all__ = ["Fault", "Faults"]
+
+_SHOWN = 10  # names of each kind; a whole missing layer must not fill the screen
+
+
+class Fault(StrEnum):
+    """A way in which a checkpoint does not fit the model."""
+
+    MISSING = "missing"
+    UNEXPECTED = "unexpected"
+    MISMATCHED = "mismatched"
+    HALF_PAIRED = "half-paired"
+    REFUSED = "refused"
+    TWICE = "given twice"
+
+
+_FIX = {
+    Fault.MISSING: "complete the download: every tensor of the model must be there",
+    Fault.UNEXPECTED: "use the config.json that belongs to these weights",
+    Fault.MISMATCHED: "use the config.json that belongs to these weights",
+    Fault.HALF_PAIRED: "export the checkpoint again, with every weight and all of its scales",
+    Fault.REFUSED: "convert the experts to BF16, FP8 (E4M3, per tensor or 128x128) or NVFP4",
+    Fault.TWICE: "keep one of the two",
+}
+
+
+class Faults:
+    """A list of faults under construction."""
+
+    def __init__(self) -> None:
+        self._found: dict[Fault, list[str]] = {}
+
+    def add(self, fault: Fault, words: str) -> None:
+        """Note one; `words` begin with the tensor's name."""
+        self._found.setdefault(fault, []).append(words)
+
+    def raise_any(self, source: str) -> None:
+        """Raise if there are any.
+
+        Raises:
+            CheckpointError: Counts of every kind, and the first ten of each by name.
+        """
+        if not self._found:
+            return
+        kinds = [fault for fault in Fault if fault in self._found]
+        counts = ", ".join(f"{len(self._found[kind])} {kind}" for kind in kinds)
+        raise CheckpointError(
+            f"{source} does not fit the model: {counts}",
+            why="\n       ".join(f"{kind}: {_sample(self._found[kind])}" for kind in kinds),
+            fix="; ".join(dict.fromkeys(_FIX[kind] for kind in kinds)),
+        )
+
+
+def _sample(words: list[str]) -> str:
+    more = len(words) - _SHOWN
+    return "; ".join(words[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decide from the headers alone where every tensor of a checkpoint goes.
+
+Nothing is read and nothing is written here, so whatever is wrong with a checkpoint's names,
+shapes and types is told at once, and a running model stays what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from tetrarch.config.plan import QuantPlan
+from tetrarch.core.errors import CheckpointError
+from tetrarch.models.build import Model
+from tetrarch.models.census import ExpertCensus
+from tetrarch.models.faults import Fault, Faults
+from tetrarch.models.formats import (
+    INPUT_SCALES,
+    NVFP4_FORMATS,
+    QUANTIZED_FORMATS,
+    StoredWeight,
+    recognise,
+    split_part,
+)
+from tetrarch.models.names import DenseDestination, Destination, ExpertDestination
+from tetrarch.models.report import Decoded, Unused
+from tetrarch.models.sources import Source, TensorHeader, reading_order
+from tetrarch.numerics.contract import Scope, SourceFormat
+
+__all__ = ["Placement", "Placements", "decoded", "place"]
+
+_Headers = Mapping[str, tuple[str, TensorHeader]]  # of one weight: part → tensor name, header
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One weight and where it goes."""
+
+    weight: StoredWeight
+    to: Destination
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placements:
+    """A whole checkpoint, placed: complete, each weight once, every shape right."""
+
+    weights: tuple[Placement, ...]  # what this rank reads
+    formats: Mapping[str, SourceFormat]  # experts module → how its matrices are stored
+    unused: Mapping[Unused, tuple[str, ...]]  # tensor names, by kind
+
+    def reading_order(self) -> list[str]:
+        """Return the tensors to read: a layer's experts together, a weight's parts together."""
+        return reading_order(name for one in self.weights for name in one.weight.parts.values())
+
+
+def place(model: Model, source: Source, quant: QuantPlan) -> Placements:
+    """Place every tensor of a source, or say everything that is wrong with it.
+
+    Args:
+        model: Gives the names, the slots and the geometry of its expert layers.
+        source: Only its headers are used.
+        quant: The contract; decides what experts may be stored as and which scales are wanted.
+
+    Raises:
+        CheckpointError: Tensors are missing, unexpected, mismatched, half-paired, given twice or
+            of a refused format; all of them are named at once.
+    """
+    survey = _Survey(model, quant)
+    for name, parts in _group(source.headers, survey.drop).items():
+        survey.add(name, parts)
+    return survey.finish(source.name)
+
+
+def decoded(placements: Placements, model: Model) -> tuple[Decoded, ...]:
+    """Return what decoding quantized dense weights costs, by format."""
+    sizes: dict[SourceFormat, list[tuple[int, int]]] = {}
+    for one in placements.weights:
+        if isinstance(one.to, DenseDestination) and one.weight.format in QUANTIZED_FORMATS:
+            slot = model.weights[one.to.name]
+            sizes.setdefault(one.weight.format, []).append((one.weight.num_bytes, slot.nbytes))
+    return tuple(
+        Decoded(
+            format=form,
+            num_weights=len(pairs),
+            stored_bytes=sum(stored for stored, _ in pairs),
+            decoded_bytes=sum(after for _, after in pairs),
+        )
+        for form, pairs in sizes.items()
+    )
+
+
+def _group(
+    headers: Mapping[str, TensorHeader], drop: Callable[[Unused, str], None]
+) -> dict[str, _Headers]:
+    """Gather the parts of each weight; the scales of a KV cache belong to none."""
+    weights: dict[str, dict[str, tuple[str, TensorHeader]]] = {}
+    for tensor, header in headers.items():
+        if tensor.endswith((".k_scale", ".v_scale")):
+            drop(Unused.KV_SCALE, tensor)
+            continue
+        name, part = split_part(tensor)
+        weights.setdefault(name, {})[part] = (tensor, header)
+    return dict(weights)
+
+
+class _Survey:
+    """What has been seen of a checkpoint so far."""
+
+    def __init__(self, model: Model, quant: QuantPlan) -> None:
+        self._model = model
+        self._static = any(s.scope is Scope.TENSOR for s in quant.contract.activation_scales)
+        self._faults = Faults()
+        self._census = ExpertCensus(model.experts, model.ignored, quant.contract)
+        self._dense: dict[str, str] = {}  # slot → the weight that fills it
+        self._unused: dict[Unused, list[str]] = {}
+        self._placed: list[Placement] = []
+
+    def drop(self, kind: Unused, tensor: str) -> None:
+        """Note a tensor that goes nowhere."""
+        self._unused.setdefault(kind, []).append(tensor)
+
+    def add(self, name: str, parts: _Headers) -> None:
+        """Place one weight, or note what is wrong with it."""
+        if (kind := self._model.names.ignored(name)) is not None:
+            for tensor, _ in parts.values():
+                self.drop(Unused(kind.value), tensor)
+            return
+        weight = recognise(name, parts)
+        if isinstance(weight, tuple) and weight[0] is Fault.REFUSED:
+            self._faults.add(*weight)
+            return
+        to = self._resolve(name)
+        if to is None:
+            self._faults.add(Fault.UNEXPECTED, ", ".join(tensor for tensor, _ in parts.values()))
+            return
+        self._claim(to, name)  # a damaged weight is there: it is not missing on top
+        if isinstance(weight, tuple):
+            self._faults.add(*weight)
+        elif weight.format in NVFP4_FORMATS and isinstance(to, ExpertDestination) and to.fused:
+            self._faults.add(Fault.REFUSED, f"{name}: NVFP4 with gate and up in one matrix")
+        elif weight.shape != (shape := self._shape(to)):
+            words = f"{name}: values of shape {weight.shape}, expected {shape}"
+            self._faults.add(Fault.MISMATCHED, words)
+        else:
+            self._keep(weight, to)
+
+    def finish(self, source: str) -> Placements:
+        """Check that nothing is missing or forbidden, and return the whole."""
+        for name in self._model.weights:
+            if name not in self._dense:
+                self._faults.add(Fault.MISSING, name)
+        for name in self._census.missing():
+            self._faults.add(Fault.MISSING, name)
+        for words in self._census.mixed():
+            self._faults.add(Fault.REFUSED, words)
+        self._faults.raise_any(source)
+        self._census.check_contract()
+        return Placements(
+            weights=tuple(self._placed),
+            formats=self._census.formats(),
+            unused={kind: tuple(reading_order(names)) for kind, names in self._unused.items()},
+        )
+
+    def _resolve(self, name: str) -> Destination | None:
+        try:
+            to = self._model.names.resolve(name)
+        except CheckpointError:
+            return None  # noted as unexpected, together with all the others
+        if isinstance(to, DenseDestination) and to.name not in self._model.weights:
+            return None
+        return to
+
+    def _claim(self, to: Destination, name: str) -> None:
+        if isinstance(to, ExpertDestination):
+            other = self._census.claim(to, name)
+        else:
+            other = self._dense.get(to.name)
+            self._dense[to.name] = name
+        if other is not None:
+            self._faults.add(Fault.TWICE, f"{name} and {other}")
+
+    def _shape(self, to: Destination) -> tuple[int, ...]:
+        if isinstance(to, ExpertDestination):
+            return self._census.shape(to)
+        return tuple(self._model.weights[to.name].shape)
+
+    def _keep(self, weight: StoredWeight, to: Destination) -> None:
+        """Keep a sound weight, without the input scales that nothing here would use."""
+        wants = False
+        if isinstance(to, ExpertDestination):
+            self._census.note_format(to, weight.format)
+            wants = self._static and weight.format in NVFP4_FORMATS
+            wants = wants and to.layer not in self._model.ignored
+        scales = [part for part in INPUT_SCALES if part in weight.parts]
+        if wants and not scales:
+            words = f"{weight.name}: no input scale, which static activation scales need"
+            self._faults.add(Fault.HALF_PAIRED, words)
+        if scales and not wants:
+            nvfp4 = weight.format in NVFP4_FORMATS
+            kind = Unused.NVFP4_INPUT_SCALE if nvfp4 else Unused.FP8_INPUT_SCALE
+            for part in scales:
+                self.drop(kind, weight.parts[part])
+            kept = {part: name for part, name in weight.parts.items() if part not in scales}
+            weight = replace(weight, parts=kept)
+        # A static input scale is one for all ranks, so each rank sees every expert's.
+        if not isinstance(to, ExpertDestination) or self._static or self._census.is_local(to):
+            self._placed.append(Placement(weight, to))

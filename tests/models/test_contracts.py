@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a contract takes, what it exempts, and that a reload is a first load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tetrarch.core.errors import CheckpointError
+from tetrarch.models.sources import SafetensorsSource, TensorSource
+from tetrarch.numerics.contract import Activations, Quantization
+
+ONLINE: dict[str, Any] = {"quantization": Quantization.NVFP4_ONLINE, "decoded_cache": False}
+SERIALIZED = {"quantization": Quantization.MODELOPT_FP4, "activations": Activations.PER_TOKEN}
+
+
+@pytest.mark.parametrize("form", ["fp8_block", "fp8_tensor"])
+def test_fp8_sources_are_quantized_from_their_bf16_values(lab: Any, form: str) -> None:
+    path, values = lab.store(lab.ragged("qwen3_moe"), form, lab.experts)
+    model, _ = lab.load(path, **ONLINE)
+    online = lab.bits(model)
+    rounded = {
+        name: value.bfloat16() if lab.experts(name) else value for name, value in values.items()
+    }
+    lab.fill(model, TensorSource(rounded), lab.plan(path, **ONLINE))
+    assert lab.bits(model) == online
+
+
+def test_a_checkpoints_own_exclusions_do_not_exempt_its_experts(lab: Any) -> None:
+    """Layer 0 is left out of an FP8 checkpoint, as its exclusion list says; online it is NVFP4."""
+    excluded, other = (f"model.layers.{layer}.mlp.experts" for layer in range(2))
+    path, values = lab.store(
+        lab.ragged("qwen3_moe"),
+        "fp8_block",
+        lambda name: lab.experts(name) and not name.startswith(excluded),
+    )
+    model, report = lab.load(path, **ONLINE)
+    assert report.formats == {excluded: "fp32", other: "fp8_block"}
+    assert {layer.weights["gate_up"].dtype for layer in model.experts.values()} == {torch.uint8}
+
+    # Only --fp4-ignored-layers does; the layer then runs in BF16, decoded from FP8.
+    model, _ = lab.load(path, **ONLINE, ignored_layers=("model.layers.1.mlp",), dtype="bfloat16")
+    assert model.experts[excluded].weights["gate_up"].dtype == torch.uint8
+    want = torch.stack([values[f"{other}.{expert}.down_proj.weight"] for expert in range(4)])
+    assert torch.equal(model.experts[other].weights["down"], want.bfloat16())
+
+
+def test_a_serialized_layer_that_is_ignored_is_decoded(lab: Any) -> None:
+    path, values = lab.store(lab.ragged("qwen3_moe"), "nvfp4_modelopt", lab.experts)
+    model, _ = lab.load(path, **SERIALIZED, ignored_layers=("*.1.mlp.experts",))
+    stem = "model.layers.1.mlp.experts"
+    want = torch.stack([values[f"{stem}.{expert}.down_proj.weight"] for expert in range(4)])
+    assert torch.equal(model.experts[stem].weights["down"], want)
+
+
+@pytest.mark.parametrize(
+    ("form", "contract", "fix"),
+    [
+        ("nvfp4_modelopt", ONLINE, "--quantization modelopt_fp4"),
+        ("nvfp4_compressed", {}, "--quantization modelopt_fp4"),
+        ("bf16", SERIALIZED, "--quantization nvfp4_online"),
+    ],
+)
+def test_a_contract_refuses_sources_it_does_not_take(
+    lab: Any, form: str, contract: dict[str, Any], fix: str
+) -> None:
+    path, _ = lab.store(lab.ragged("qwen3_moe"), form)
+    with pytest.raises(CheckpointError) as caught:
+        lab.load(path, **contract)
+    assert caught.value.fix == fix
+    assert "model.layers.0.mlp.experts" in caught.value.why
+
+
+@pytest.mark.parametrize("contract", [{}, ONLINE], ids=["none", "nvfp4_online"])
+def test_a_reload_keeps_every_address_and_leaves_nothing_behind(
+    lab: Any, contract: dict[str, Any]
+) -> None:
+    """First a, then b, then a again: the bytes are those of a fresh load each time."""
+    a, b = (lab.tiny("qwen3_moe", seed=seed, num_hidden_layers=2) for seed in (0, 1))
+    model, _ = lab.load(a, **contract)
+    fresh = {path: lab.bits(lab.load(path, **contract)[0]) for path in (a, b)}
+    tables = [model.weights, *(layer.weights for layer in model.experts.values())]
+    before = [table.addresses() for table in tables]
+    assert lab.bits(model) == fresh[a] != fresh[b]
+    for path in (b, a):
+        lab.fill(model, SafetensorsSource(path), lab.plan(a, **contract))
+        assert lab.bits(model) == fresh[path]
+    assert [table.addresses() for table in tables] == before
