@@ -78,6 +78,27 @@ class ExpertSpec:
         """Rows of the first GEMM's weight: 2I gated (gate before up), I otherwise."""
         return self.intermediate_size * (2 if self.activation.gated else 1)
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The matrices of one expert."""
+        return tuple(Part) if self.activation.gated else (Part.UP, Part.DOWN)
+
+    def shape_of(self, part: Part) -> tuple[int, int]:
+        """Output and input size of one matrix: (I, H) for gate and up, (H, I) for down."""
+        h, i = self.hidden_size, self.intermediate_size
+        return (h, i) if part is Part.DOWN else (i, h)
+
+    def rows_of(self, part: Part) -> slice:
+        """The rows that a part takes in the matrix it is stored in, gate before up."""
+        begin = self.intermediate_size if part is Part.UP and self.activation.gated else 0
+        return slice(begin, begin + self.shape_of(part)[0])
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """What the parts are stored in, by name: output and input size."""
+        h, i = self.hidden_size, self.intermediate_size
+        return {"gate_up": (self.num_up_rows, h), "down": (h, i)}
+
 
 @dataclass(frozen=True, slots=True)
 class Routing:
@@ -148,13 +169,16 @@ class Dispatcher(Protocol):
 
 
 class Runner(Protocol):
-    """One way to compute the experts. Stateless: every tensor it touches is handed to it."""
+    """One way to compute the experts of one geometry under one contract.
 
-    def weight_specs(self, spec: ExpertSpec) -> Mapping[str, TensorSpec]:
+    Stateless: built from specs and plans, every tensor it touches is handed to it.
+    """
+
+    def weight_specs(self) -> Mapping[str, TensorSpec]:
         """Name, shape and dtype of every packed weight of one layer."""
         ...
 
-    def scratch_specs(self, spec: ExpertSpec, max_rows: int) -> Mapping[str, TensorSpec]:
+    def scratch_specs(self) -> Mapping[str, TensorSpec]:
         """Buffers for the largest forward; one set serves all layers."""
         ...
 
@@ -165,5 +189,9 @@ class Runner(Protocol):
     def run(
         self, x: Dispatched, *, weights: Mapping[str, Tensor], scratch: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return the routed, weighted sums: (M, H)."""
+        """Return the routed, weighted sums: (M, H).
+
+        Raises:
+            CapacityExceeded: More rows than the budget that sized `scratch`.
+        """
         ...

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One GEMM per expert over rows sorted by expert."""

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where one layer's matrices are put while it is collected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tetrarch.moe.types import CanonicalExperts, ExpertSpec, Nvfp4Matrix, Part, PlainExperts
+from tetrarch.numerics import nvfp4
+from tetrarch.numerics.contract import Recipe
+
+__all__ = ["PackedStore", "PlainStore", "buffer_of"]
+
+
+def buffer_of(part: Part) -> str:
+    """Return the name of the matrix that a part is stored in."""
+    return "down" if part is Part.DOWN else "gate_up"
+
+
+class PackedStore:
+    """The buffers of `CanonicalExperts`."""
+
+    def __init__(self, spec: ExpertSpec, recipe: Recipe) -> None:
+        """Allocate one layer; `recipe` is the 4-over-6 of matrices quantized here."""
+        self._spec, self._recipe = spec, recipe
+        experts, device = spec.num_local_experts, spec.device
+        self._buffers: dict[str, Tensor] = {}
+        for name, (rows, width) in spec.matrices.items():
+            codes = torch.empty(experts, rows, width // 2, dtype=torch.uint8, device=device)
+            shape = (experts, rows, width // 16)
+            block_scale = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+            self._buffers |= {name: codes, f"{name}_block_scale": block_scale}
+        columns = len(spec.parts) - 1  # gate and up, or up alone
+        for name, shape in (("gate_up", (experts, columns)), ("down", (experts,))):
+            global_scale = torch.empty(shape, dtype=torch.float32, device=device)
+            self._buffers[f"{name}_global_scale"] = global_scale
+
+    def put(self, part: Part, local: int, value: Nvfp4Matrix) -> None:
+        """Take an encoded matrix as it is."""
+        name, rows = buffer_of(part), self._spec.rows_of(part)
+        self._buffers[name][local, rows] = value.codes
+        self._buffers[f"{name}_block_scale"][local, rows] = value.block_scale
+        columns = self._buffers[f"{name}_global_scale"][local].view(-1)
+        columns[1 if rows.start else 0] = value.global_scale.reshape(())
+
+    def quantize(self, part: Part, local: int, value: Tensor, *, amax: Tensor) -> None:
+        """Encode a matrix whose global scale follows from `amax`, () fp32."""
+        encoded = nvfp4.encode_weight(value, recipe=self._recipe, amax=amax)
+        self.put(part, local, Nvfp4Matrix(*encoded, input_scale=None))
+
+    def finish(
+        self, *, input_scales: Mapping[str, Tensor], biases: Mapping[str, Tensor]
+    ) -> CanonicalExperts:
+        """Hand the buffers over."""
+        return CanonicalExperts(**self._buffers, **input_scales, **biases)
+
+
+class PlainStore:
+    """The buffers of `PlainExperts`."""
+
+    def __init__(self, spec: ExpertSpec) -> None:
+        """Allocate one layer."""
+        self._spec = spec
+        self._buffers = {
+            name: torch.empty(spec.num_local_experts, *shape, dtype=spec.dtype, device=spec.device)
+            for name, shape in spec.matrices.items()
+        }
+
+    def put(self, part: Part, local: int, value: Tensor | Nvfp4Matrix) -> None:
+        """Take a matrix in the model's dtype; an encoded one is decoded in FP32 first."""
+        if isinstance(value, Nvfp4Matrix):
+            scale = value.global_scale.reshape(())
+            value = nvfp4.decode(value.codes, value.block_scale, global_scale=scale)
+        rows = self._spec.rows_of(part)
+        self._buffers[buffer_of(part)][local, rows] = value.to(self._spec.dtype)
+
+    def finish(self, *, biases: Mapping[str, Tensor]) -> PlainExperts:
+        """Hand the buffers over."""
+        return PlainExperts(**self._buffers, **biases)
