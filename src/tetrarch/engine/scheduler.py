@@ -182,7 +182,7 @@ class Scheduler:
         self._pool.hold(matched)
         seq.pages, seq.known = matched, len(matched)
         seq.num_computed = len(matched) * self._pool.page_size
-        if seq.num_outputs == 0:
+        if seq.num_retractions == 0:
             seq.num_cached = seq.num_computed
         seq.row = heapq.heappop(self._free_rows)
         self.waiting.remove(seq)

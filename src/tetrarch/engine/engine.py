@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests in, deltas out: admit, step, and tell.
+
+One thread owns an engine. It knows nothing of processes or sockets (`engine/loop.py` does), and
+nothing of devices (the executor does).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import msgspec
+
+from tetrarch.config.plan import Plan
+from tetrarch.core.errors import RequestError
+from tetrarch.engine.messages import Abort, Heartbeat
+from tetrarch.engine.output import Output
+from tetrarch.engine.pages import PagePool
+from tetrarch.engine.request import Delta, FinishReason, GenerateRequest
+from tetrarch.engine.scheduler import Batch, Scheduler
+from tetrarch.engine.sequence import Sequence
+from tetrarch.engine.stream import OutputText
+from tetrarch.engine.text import Tokenizer
+from tetrarch.engine.validation import Limits, check_request, model_end_ids
+from tetrarch.executor.capacity import Capacity
+from tetrarch.executor.step import SeqResult, Step, StepResult
+
+__all__ = ["Engine", "StepExecutor"]
+
+_COUNTERS = (
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "cached_tokens_total",
+    "num_requests_total",
+    "num_aborted_requests_total",
+    "num_retracted_reqs",
+    "steps",
+    "moe_tokens_high_water",
+    "moe_buffer_capacity_tokens",
+)
+_ABORTED = FinishReason(kind="abort", message="aborted by the client")
+_NOT_FINITE = FinishReason(
+    kind="abort",
+    message="the logits are not finite: the weights hold NaN or Inf, or an activation overflowed",
+    status=500,
+    code="nan_logits",
+)
+
+
+class StepExecutor(Protocol):
+    """What an engine needs of `executor.executor.Executor`."""
+
+    @property
+    def capacity(self) -> Capacity:
+        """The KV pool."""
+        ...
+
+    @property
+    def moe_tokens_high_water(self) -> int:
+        """Most rows that one forward brought to the expert layers."""
+        ...
+
+    def step(self, step: Step) -> StepResult:
+        """Run one forward."""
+        ...
+
+
+class Engine:
+    """Many requests over one executor.
+
+    Attributes:
+        limits: What bounds a request.
+        weight_version: Reported with every output token.
+        counters: Monotonic totals by metric name; probes are left out.
+    """
+
+    def __init__(
+        self, plan: Plan, executor: StepExecutor, tokenizer: Tokenizer | None = None
+    ) -> None:
+        capacity = executor.capacity
+        self._plan, self._executor, self._tokenizer = plan, executor, tokenizer
+        self._pool = PagePool(capacity.num_pages, capacity.page_size)
+        self._scheduler = Scheduler(plan.schedule, self._pool)
+        self._live: dict[str, Output] = {}
+        self._num_seen = 0
+        self._end_ids = model_end_ids(plan.model.path)
+        if tokenizer is not None:
+            self._end_ids |= tokenizer.eos_ids
+        self.limits = Limits(
+            vocab_size=plan.model.facts.vocab_size,
+            context_len=plan.model.context_len,
+            max_tokens=min(plan.model.context_len, capacity.max_total_tokens),
+            has_text=tokenizer is not None,
+        )
+        self.weight_version = "default"
+        self.counters: dict[str, float] = dict.fromkeys(_COUNTERS, 0)
+        self.counters["moe_buffer_capacity_tokens"] = plan.experts.budget.rows
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request lives."""
+        return bool(self._live)
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: It can never be served, or its id lives already.
+        """
+        if request.rid in self._live:
+            raise RequestError(
+                f"rid {request.rid!r} is in use",
+                why="the ids of live requests are unique, so that an abort is exact",
+                fix="choose another rid, or leave it out",
+                param="rid",
+            )
+        request = check_request(request, self.limits)
+        sampling, size = request.sampling, len(request.prompt_ids)
+        own = frozenset(sampling.stop_token_ids)
+        seq = Sequence(
+            request,
+            order=self._num_seen,
+            limit=self.limits.max_tokens
+            if sampling.max_new_tokens is None
+            else min(size + sampling.max_new_tokens, self.limits.max_tokens),
+            end_ids=own if sampling.ignore_eos else own | self._end_ids,
+        )
+        text = None
+        if sampling.stop and self._tokenizer is not None:
+            text = OutputText(self._tokenizer, sampling, request.prompt_ids)
+        interval = sampling.stream_interval or self._plan.serve.stream_interval
+        self._live[request.rid] = Output(seq, interval=interval, text=text)
+        self._num_seen += 1
+        self._scheduler.add(seq)
+        self._count(seq, "num_requests_total")
+
+    def abort(self, abort: Abort) -> list[Delta]:
+        """End requests at once, whatever they are doing; return their last deltas."""
+        chosen = [rid for rid in self._live if _is_meant(abort, rid)]
+        return [self._end(self._live[rid], _ABORTED) for rid in chosen]
+
+    def step(self) -> list[Delta]:
+        """Run one step, and return what it brought."""
+        batch = self._scheduler.schedule()
+        if batch is None:
+            return []
+        self._note_starts(batch)
+        result = self._executor.step(batch.step)
+        self._scheduler.commit(batch)
+        self.counters["steps"] += 1
+        self.counters["moe_tokens_high_water"] = self._executor.moe_tokens_high_water
+        self.counters["num_retracted_reqs"] = self._scheduler.num_retractions
+        deltas: list[Delta] = []
+        for seq, outcome in zip(batch.seqs, result.seqs, strict=True):
+            deltas += self._take(self._live[seq.request.rid], outcome)
+        return deltas
+
+    def flush(self) -> bool:
+        """Empty the prefix cache; refused while requests live."""
+        if self.has_work:
+            return False
+        self._pool.clear()
+        return True
+
+    def heartbeat(self) -> Heartbeat:
+        """Return counts that another thread may ask for at any moment."""
+        pool = self._pool
+        return Heartbeat(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            num_used_tokens=pool.num_used * pool.page_size,
+            num_cached_tokens=pool.num_cached * pool.page_size,
+            max_total_tokens=pool.num_pages * pool.page_size,
+            counters=dict(self.counters),
+        )
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the heartbeat and more, as plain values."""
+        return {
+            **msgspec.to_builtins(self.heartbeat()),
+            **msgspec.to_builtins(self.limits),
+            "page_size": self._pool.page_size,
+            "num_free_tokens": self._pool.num_free * self._pool.page_size,
+            "max_running_requests": self._plan.schedule.max_running_requests,
+            "weight_version": self.weight_version,
+        }
+
+    def _take(self, output: Output, outcome: SeqResult) -> list[Delta]:
+        """Let a sequence have its share of a step."""
+        seq = output.seq
+        if outcome.failed:
+            return [self._end(output, _NOT_FINITE, is_bad=True)]
+        seq.scored += outcome.prompt_logprobs
+        before = seq.num_outputs
+        finish = output.take(outcome.token_ids, outcome.logprobs, version=self.weight_version)
+        self._count(seq, "generation_tokens_total", seq.num_outputs - before)
+        if seq.num_left == 0:  # nothing was to be generated
+            finish = FinishReason(kind="length", length=0)
+        if finish is not None:
+            return [self._end(output, finish)]
+        return [output.delta()] if output.is_due else []
+
+    def _end(self, output: Output, finish: FinishReason, *, is_bad: bool = False) -> Delta:
+        self._scheduler.remove(output.seq, is_bad=is_bad)
+        del self._live[output.seq.request.rid]
+        if finish.kind == "abort":
+            self._count(output.seq, "num_aborted_requests_total")
+        return output.delta(finish)
+
+    def _note_starts(self, batch: Batch) -> None:
+        for seq in batch.seqs:
+            output = self._live[seq.request.rid]
+            if "scheduled" not in output.times:
+                output.times["scheduled"] = time.monotonic()
+                self._count(seq, "prompt_tokens_total", seq.num_prompt)
+                self._count(seq, "cached_tokens_total", seq.num_cached)
+
+    def _count(self, seq: Sequence, name: str, amount: int = 1) -> None:
+        if not seq.request.is_probe:
+            self.counters[name] += amount
+
+
+def _is_meant(abort: Abort, rid: str) -> bool:
+    begins = abort.prefix and abort.rid != "" and rid.startswith(abort.rid)
+    return abort.everything or rid == abort.rid or begins

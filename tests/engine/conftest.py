@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An executor without a model: its next token depends on everything read through the pages.
+
+What a position stores depends on all tokens before it, as keys and values do. A page that is
+stale, shared under the wrong beginning, or given to two sequences therefore changes tokens.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tetrarch.config.budget import token_budget
+from tetrarch.config.plan import GraphPlan, ParallelPlan, Plan, SchedulePlan
+from tetrarch.engine.engine import Engine
+from tetrarch.engine.request import Delta, GenerateRequest, SamplingParams
+from tetrarch.engine.text import Tokenizer, load_tokenizer
+from tetrarch.executor.capacity import Capacity
+from tetrarch.executor.step import (
+    PromptScoring,
+    SampleSpec,
+    SeqChunk,
+    SeqResult,
+    Step,
+    StepResult,
+    TokenLogprob,
+)
+
+VOCAB = 512
+EOS = 2
+NAN = 511  # a prompt that holds this token has logits that are not finite
+
+
+def digest(*values: object) -> int:
+    return zlib.crc32(repr(values).encode())
+
+
+def stored(tokens: Sequence[int]) -> list[int]:
+    """What the pages should hold for a sequence of tokens."""
+    values: list[int] = []
+    for token in tokens:
+        values.append(digest(values[-1] if values else 0, token))
+    return values
+
+
+def draw(values: Sequence[int], spec: SampleSpec) -> int:
+    salt = (spec.seed, spec.position) if spec.temperature > 0 else ()
+    token = digest(list(values), salt, spec.prompt_ids, spec.output_ids) % (NAN // 2)
+    while token in spec.banned_ids:
+        token += 1
+    return token
+
+
+def score(values: Sequence[int], target: int) -> TokenLogprob:
+    return TokenLogprob(target, -(digest(list(values), target) % 1000) / 100)
+
+
+class FakeExecutor:
+    def __init__(self, plan: Plan, num_pages: int, page_size: int) -> None:
+        self.capacity = Capacity(num_pages, page_size)
+        self.moe_tokens_high_water = 0
+        self.steps: list[Step] = []
+        self._plan = plan
+        self._pool = [random.getrandbits(30) for _ in range(num_pages * page_size)]
+
+    def step(self, step: Step) -> StepResult:
+        assert step.seqs
+        assert step.num_tokens == sum(step.rank_tokens)
+        assert step.num_tokens <= self._plan.experts.budget.per_rank, "over the budget"
+        assert len({seq.row for seq in step.seqs}) == len(step.seqs)
+        self.steps.append(step)
+        self.moe_tokens_high_water = max(self.moe_tokens_high_water, step.num_tokens)
+        for seq in step.seqs:
+            self._write(seq)
+        return StepResult(tuple(self._read(seq) for seq in step.seqs))
+
+    def _slot(self, seq: SeqChunk, position: int) -> int:
+        page, offset = divmod(position, self.capacity.page_size)
+        return seq.pages[page] * self.capacity.page_size + offset
+
+    def _write(self, seq: SeqChunk) -> None:
+        end = seq.start + len(seq.token_ids)
+        assert len(seq.pages) == -(-end // self.capacity.page_size)
+        assert 0 <= seq.row < self._plan.schedule.max_running_requests
+        before = self._pool[self._slot(seq, seq.start - 1)] if seq.start else 0
+        for position, token in enumerate(seq.token_ids, start=seq.start):
+            before = digest(before, token)
+            self._pool[self._slot(seq, position)] = before
+
+    def _read(self, seq: SeqChunk) -> SeqResult:
+        end = seq.start + len(seq.token_ids)
+        values = [self._pool[self._slot(seq, position)] for position in range(end)]
+        if NAN in seq.token_ids:
+            return SeqResult(failed=True)
+        scores = () if seq.scoring is None else self._scores(seq, seq.scoring, values)
+        if seq.sample is None:
+            return SeqResult(prompt_logprobs=scores)
+        token = draw(values, seq.sample)
+        logprobs = (score(values, token),) if seq.sample.top_logprobs >= 0 else ()
+        return SeqResult(token_ids=(token,), logprobs=logprobs, prompt_logprobs=scores)
+
+    def _scores(
+        self, seq: SeqChunk, scoring: PromptScoring, values: list[int]
+    ) -> tuple[TokenLogprob, ...]:
+        first = seq.start + scoring.first + 1
+        assert first + len(scoring.targets) <= seq.start + len(seq.token_ids) + 1
+        return tuple(
+            score(values[:position], target)
+            for position, target in enumerate(scoring.targets, start=first)
+        )
+
+
+def fake_plan(
+    *, chunk: int, max_prefill: int, running: int, mixed: bool, cache: bool, context: int
+) -> Plan:
+    schedule = SchedulePlan(
+        max_running_requests=running,
+        max_prefill_tokens=max_prefill,
+        chunk_tokens=chunk,
+        mixed_chunk=mixed,
+        prefix_cache=cache,
+    )
+    budget = token_budget(
+        schedule,
+        None,
+        graphs=GraphPlan(0, 0),
+        parallel=ParallelPlan(1, 1, 1),
+        dispatch="all_gather",
+        context_len=context,
+    )
+    facts = SimpleNamespace(vocab_size=VOCAB)
+    plan = SimpleNamespace(
+        model=SimpleNamespace(path="nowhere", context_len=context, facts=facts),
+        schedule=schedule,
+        serve=SimpleNamespace(stream_interval=1, log_level="info"),
+        experts=SimpleNamespace(budget=budget),
+        process_env=(),
+    )
+    return cast("Plan", plan)
+
+
+class Bench:
+    """An engine over a fake executor, and everything it said."""
+
+    def __init__(
+        self,
+        *,
+        pages: int = 64,
+        page_size: int = 4,
+        tokenizer: Tokenizer | None = None,
+        **limits: Any,
+    ) -> None:
+        defaults = dict(chunk=16, max_prefill=64, running=8, mixed=True, cache=True, context=128)
+        self.plan = fake_plan(**{**defaults, **limits})
+        self.executor = FakeExecutor(self.plan, pages, page_size)
+        self.engine = Engine(self.plan, self.executor, tokenizer)
+        self.deltas: dict[str, list[Delta]] = {}
+
+    def add(self, rid: str, prompt: Sequence[int], **kw: Any) -> GenerateRequest:
+        fields = {
+            name: kw.pop(name) for name in list(kw) if name in GenerateRequest.__annotations__
+        }
+        sampling = SamplingParams(**{"temperature": 0.0, "max_new_tokens": 8, **kw})
+        request = GenerateRequest(rid=rid, prompt_ids=tuple(prompt), sampling=sampling, **fields)
+        self.engine.add(request)
+        return request
+
+    def hear(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            said = self.deltas.setdefault(delta.rid, [])
+            assert not said or said[-1].finish is None, f"{delta.rid} spoke after its end"
+            said.append(delta)
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.hear(self.engine.step())
+
+    def run(self, limit: int = 5000) -> None:
+        for _ in range(limit):
+            if not self.engine.has_work:
+                return
+            before = len(self.executor.steps)
+            self.step()
+            assert len(self.executor.steps) == before + 1, "work, but no step"
+        raise AssertionError("does not end")
+
+    def tokens(self, rid: str) -> tuple[int, ...]:
+        return tuple(token for delta in self.deltas.get(rid, []) for token in delta.token_ids)
+
+    def last(self, rid: str) -> Delta:
+        return self.deltas[rid][-1]
+
+    def expected(self, request: GenerateRequest) -> tuple[int, ...]:
+        """What the request yields alone, without pages or batches."""
+        sampling, tokens = request.sampling, list(request.prompt_ids)
+        ends = set(sampling.stop_token_ids)
+        limit = self.engine.limits.max_tokens
+        if sampling.max_new_tokens is not None:
+            limit = min(limit, len(tokens) + sampling.max_new_tokens)
+        outputs: list[int] = []
+        while len(tokens) < limit:
+            early = len(outputs) < sampling.min_new_tokens
+            spec = SampleSpec(
+                temperature=sampling.temperature,
+                seed=sampling.sampling_seed or 0,
+                position=len(outputs),
+                output_ids=tuple(outputs) if sampling.presence_penalty else (),
+                banned_ids=tuple(sorted(ends)) if early else (),
+            )
+            outputs.append(draw(stored(tokens), spec))
+            tokens.append(outputs[-1])
+            if outputs[-1] in ends and len(outputs) > sampling.min_new_tokens:
+                break
+        return tuple(outputs)
+
+    def check_pages(self) -> None:
+        """Nothing is held once nobody lives."""
+        beat = self.engine.heartbeat()
+        assert (beat.num_running, beat.num_waiting, beat.num_used_tokens) == (0, 0, 0)
+        assert self.engine.flush()
+        assert self.engine.heartbeat().num_cached_tokens == 0
+        assert self.engine.snapshot()["num_free_tokens"] == beat.max_total_tokens
+
+
+@pytest.fixture
+def make_bench() -> Callable[..., Bench]:
+    return Bench
+
+
+@pytest.fixture(scope="session")
+def demo_tokenizer(demo_path: Path) -> Tokenizer:
+    return load_tokenizer(str(demo_path))
+
+
+@pytest.fixture(scope="session")
+def prompt_scores() -> Callable[[Sequence[int], int], list[TokenLogprob]]:
+    """What scoring a prompt from a position on must report."""
+
+    def expect(prompt: Sequence[int], start: int) -> list[TokenLogprob]:
+        values = stored(prompt)
+        return [score(values[:at], prompt[at]) for at in range(max(start, 1), len(prompt))]
+
+    return expect
