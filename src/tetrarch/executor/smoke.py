@@ -11,7 +11,7 @@ from tetrarch.executor.step import Phase, SampleSpec, SeqChunk, Step
 __all__ = ["smoke_steps"]
 
 _GREEDY = SampleSpec(temperature=0.0)
-_CPU_TOKENS = 512  # a CPU's buffers grow with the batch, so a longer forward proves no more
+_CPU_TOKENS = 1024  # a CPU's buffers grow with the batch, so a longer forward proves no more
 
 
 def smoke_steps(plan: Plan, capacity: Capacity) -> tuple[Step, ...]:

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank: a model, its KV pool, and the step that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tetrarch.attention.pool import KVPool, bytes_per_token
+from tetrarch.config.plan import Plan
+from tetrarch.core.errors import CheckpointError
+from tetrarch.core.progress import NoProgress, Progress
+from tetrarch.executor.batch import build_batch
+from tetrarch.executor.capacity import Capacity, free_bytes, kv_capacity
+from tetrarch.executor.results import step_result
+from tetrarch.executor.smoke import smoke_steps
+from tetrarch.executor.step import Step, StepResult
+from tetrarch.memory.slots import Region
+from tetrarch.models.build import Model, build_model
+from tetrarch.models.load import LoadReport, load_weights
+from tetrarch.models.sources import SafetensorsSource
+
+__all__ = ["Executor"]
+
+
+class Executor:
+    """Everything one rank keeps on its device.
+
+    When the constructor returns, weights are loaded, the pool is allocated and the smallest and
+    largest forwards have run. Not thread-safe: one thread steps.
+
+    Args:
+        plan: What to build.
+        progress: Told how far loading has come.
+
+    Attributes:
+        capacity: Pages and tokens of the KV pool.
+        load_report: What loading found.
+        num_steps: Forwards run for somebody; the smoke forwards do not count.
+        moe_tokens_high_water: Most rows that one forward brought to the expert layers.
+
+    Raises:
+        CheckpointError: The weights do not fit the model, or yield logits that are not finite.
+        ConfigError: The KV pool does not hold one context.
+    """
+
+    def __init__(self, plan: Plan, *, progress: Progress | None = None) -> None:
+        self.plan = plan
+        self._device = torch.device(plan.device.torch_device)
+        if plan.device.torch_device == "cpu":
+            torch.set_num_threads(plan.num_threads)
+        self._model: Model = build_model(plan, device=self._device)
+        self.load_report: LoadReport = load_weights(
+            self._model,
+            SafetensorsSource(plan.model.path),
+            plan=plan.quant,
+            progress=progress or NoProgress(),
+        )
+        dtype = self._model.dtype
+        self.capacity: Capacity = kv_capacity(
+            plan,
+            bytes_per_token=bytes_per_token(self._model.sites, dtype),
+            free=free_bytes(plan.device),
+        )
+        self._pool = KVPool(
+            self._model.sites,
+            self.capacity.num_pages,
+            page_size=self.capacity.page_size,
+            dtype=dtype,
+            device=self._device,
+        )
+        self.num_steps = self.moe_tokens_high_water = 0
+        self._smoke()
+        self.num_steps = self.moe_tokens_high_water = 0
+
+    @torch.inference_mode()
+    def step(self, step: Step) -> StepResult:
+        """Run one forward and draw the next tokens.
+
+        Raises:
+            CapacityExceeded: The step is larger than the buffers; nothing was computed.
+        """
+        if not step.seqs:
+            return StepResult()
+        batch = build_batch(
+            step,
+            page_size=self.capacity.page_size,
+            budget=self.plan.experts.budget,
+            device=self._device,
+        )
+        self.num_steps += 1
+        self.moe_tokens_high_water = max(self.moe_tokens_high_water, sum(batch.rank_tokens))
+        logits = self._model.forward(
+            batch.token_ids, batch.positions, batch.attn, self._pool, batch.logits_at
+        )
+        return step_result(step, logits)
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """Bytes by region, and of the scratch that the expert layers share."""
+        experts = sum(layer.weights.num_bytes for layer in self._model.experts.values())
+        return {
+            Region.WEIGHTS: self._model.weights.num_bytes + experts,
+            Region.KV_CACHE: self._pool.slots.num_bytes,
+            "scratch": self._model.scratch.num_bytes,
+        }
+
+    def _smoke(self) -> None:
+        for step in smoke_steps(self.plan, self.capacity):
+            if any(result.failed for result in self.step(step).seqs):
+                raise CheckpointError(
+                    f"the model yields logits that are not finite, for {step.num_tokens} tokens",
+                    why="the weights hold NaN or Inf, or overflow " + self.plan.model.dtype,
+                    fix="check the checkpoint; float16 models may need --dtype bfloat16",
+                )
