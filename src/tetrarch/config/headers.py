@@ -88,14 +88,18 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def scan_weights(folder: Path) -> WeightScan:
-    """Count the tensors of every safetensors file in `folder`; all zeros where there is none.
+    """Count the tensors of `model.safetensors` or of its shards; all zeros without either.
+
+    Whether the shards are complete is found out when they are loaded.
 
     Raises:
         CheckpointError: A file is not safetensors.
     """
     by_dtype: Counter[str] = Counter()
     dense_elements = dense_bytes = 0
-    for path in sorted(folder.glob("*.safetensors")):
+    single = folder / "model.safetensors"
+    shards = [single] if single.is_file() else sorted(folder.glob("model*-of-*.safetensors"))
+    for path in shards:
         for tensor in read_header(path):
             by_dtype[tensor.dtype] += tensor.num_bytes
             if tensor.is_quantized_matrix and ".experts." not in tensor.name:

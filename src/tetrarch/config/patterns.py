@@ -26,15 +26,14 @@ def matches(pattern: str, path: str) -> bool:
     """Whether `pattern` names the module `path` or one that contains it.
 
     Three dialects, all of which appear in real checkpoints: `re:` and a regular expression that
-    matches from the start (compressed-tensors); a glob (ModelOpt); else a name, which must be a
-    run of whole parts of the path, so that `layers.4` is not `layers.40` and `model.` may be
-    left out (SGLang).
+    matches from the start of the path (compressed-tensors); a glob (ModelOpt); a plain name. Globs
+    and names stand for runs of whole parts of the path, so that `layers.4` is not `layers.40` and
+    `model.` may be left out (SGLang).
     """
     parts = path.split(".")
-    ancestors = [".".join(parts[: end + 1]) for end in range(len(parts))]
+    ends = range(1, len(parts) + 1)
     if pattern.startswith(_REGEX):
         regex = re.compile(pattern.removeprefix(_REGEX))
-        return any(regex.match(name) for name in ancestors)
-    if any(letter in pattern for letter in "*?["):
-        return any(fnmatchcase(name, pattern) for name in ancestors)
-    return f".{pattern}." in f".{path}."
+        return any(regex.match(".".join(parts[:end])) for end in ends)
+    runs = (".".join(parts[start:end]) for end in ends for start in range(end))
+    return any(fnmatchcase(run, pattern) for run in runs)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What later work needs is declared, and refused until it exists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tetrarch.config.plan import GraphPlan, ParallelPlan, Plan
+from tetrarch.core.errors import ConfigError, TetrarchError, Unsupported
+
+Refusals = Callable[..., list[TetrarchError]]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tp_size": 2},
+        {"dp_size": 4},
+        {"ep_size": 8},
+        {"cuda_graphs": "on"},
+        {"graph_max_batch": 64},
+        {"graph_max_prefill_tokens": 2048},
+        {"speculative_algorithm": "mtp"},
+        {"deterministic": True},
+        {"max_dispatch_tokens": 1024},
+        {"fused_finalize": True},
+        {"moe_dispatch": "all_to_all"},
+        {"moe_wire": "nvfp4"},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_what_does_not_exist_yet_is_a_typed_refusal(
+    refusals: Refusals, settings: dict[str, Any]
+) -> None:
+    (error,) = refusals(**settings)
+    assert isinstance(error, Unsupported)
+    assert "not supported" in error.what
+    assert error.fix
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tp_size": 1, "dp_size": 1, "ep_size": 1},
+        {"cuda_graphs": "off"},
+        {"graph_max_batch": 0, "graph_max_prefill_tokens": 0},
+    ],
+)
+def test_asking_for_what_is_there_is_no_refusal(
+    settle: Callable[..., Plan], settings: dict[str, Any]
+) -> None:
+    plan = settle(**settings)
+    assert plan.parallel == ParallelPlan(tp=1, dp=1, ep=1)
+    assert plan.graphs == GraphPlan(0, 0)
+    assert plan.spec is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"speculative_num_steps": 3},
+        {"speculative_num_draft_tokens": 4},
+        {"speculative_eagle_topk": 1},
+        {"speculative_draft_model_path": "/d"},
+    ],
+)
+def test_details_of_speculation_need_an_algorithm(
+    refusals: Refusals, settings: dict[str, Any]
+) -> None:
+    (error,) = refusals(**settings)
+    assert isinstance(error, ConfigError)
+    assert "without --speculative-algorithm" in error.what
+
+
+def test_deterministic_and_fused_finalize_contradict_each_other(refusals: Refusals) -> None:
+    errors = refusals(deterministic=True, fused_finalize=True)
+    assert any("contradict each other" in error.what for error in errors)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which model, under what name and type, and behind which door."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tetrarch.config.checkpoint import Checkpoint
+from tetrarch.config.headers import WeightScan
+from tetrarch.config.plan import ModelFacts, Plan
+from tetrarch.core.errors import TetrarchError
+from tetrarch.numerics.contract import SourceFormat
+
+
+def why(plan: Plan, field: str) -> str:
+    (reason,) = [d.why for d in plan.decisions if d.field == field]
+    return reason
+
+
+def test_the_checkpoint_decides_unless_asked(settle: Callable[..., Plan]) -> None:
+    plan = settle(source=SourceFormat.FP16)
+    assert (plan.model.dtype, plan.model.context_len) == ("float16", 40960)
+    assert plan.model.path == plan.model.tokenizer_path == "/models/some"
+    assert plan.model.served_name == "some/model"
+    asked = settle(
+        source=SourceFormat.FP16,
+        dtype="float32",
+        context_length=2048,
+        tokenizer_path="/t",
+        served_model_name="mine",
+    )
+    assert (asked.model.dtype, asked.model.context_len) == ("float32", 2048)
+    assert (asked.model.tokenizer_path, asked.model.served_name) == ("/t", "mine")
+    assert why(asked, "dtype") == "asked for"
+
+
+def test_the_demo_model_has_a_name(settle: Callable[..., Plan]) -> None:
+    assert settle(model=None).model.served_name == "tetrarch-demo"
+
+
+def test_a_context_beyond_the_models_is_refused(
+    refusals: Callable[..., list[TetrarchError]],
+) -> None:
+    (error,) = refusals(context_length=40961)
+    assert "40960 positions" in error.why
+
+
+def test_a_name_with_a_colon_is_refused(refusals: Callable[..., list[TetrarchError]]) -> None:
+    (error,) = refusals(served_model_name="base:adapter")
+    assert "colon" in error.what
+
+
+def test_decoding_dense_linears_is_reported_with_its_cost(
+    settle: Callable[..., Plan], checkpoint: Callable[..., Checkpoint]
+) -> None:
+    scan = WeightScan(num_bytes=1, dtype="U8", dense_elements=2 << 30, dense_bytes=1 << 30)
+    plan = settle(source=checkpoint(SourceFormat.NVFP4_MODELOPT, weights=scan, label="NVFP4"))
+    assert why(plan, "dense_weights") == (
+        "linears stored as NVFP4 are decoded while loading: 4.0 GiB instead of 1.0 GiB"
+    )
+    assert "dense_weights" not in [d.field for d in settle().decisions]
+
+
+def test_what_is_in_the_checkpoint_and_not_used_is_reported(
+    settle: Callable[..., Plan], checkpoint: Callable[..., Checkpoint], facts: ModelFacts
+) -> None:
+    source = checkpoint(SourceFormat.NVFP4_MODELOPT, kv_quant="FP8")
+    plan = settle(source=source, model_facts=replace(facts, num_mtp_layers=1))
+    assert "FP8 scales are not used" in why(plan, "kv_cache_dtype")
+    assert "speculation is off" in why(plan, "mtp_layers")
+
+
+def test_an_open_door_is_reported(settle: Callable[..., Plan]) -> None:
+    assert "no --api-key" in why(settle(host="0.0.0.0"), "host")
+    for quiet in (settle(), settle(host="0.0.0.0", api_key="k")):
+        assert "host" not in [d.field for d in quiet.decisions]
+
+
+def test_the_door_is_as_asked(settle: Callable[..., Plan], tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.touch()
+    serve = settle(
+        port=1,
+        log_level="debug",
+        chat_template=str(template),
+        incremental_streaming_output=True,
+        allow_auto_truncate=True,
+        stream_interval=4,
+    ).serve
+    assert (serve.host, serve.port, serve.log_level) == ("127.0.0.1", 1, "debug")
+    assert serve.chat_template == str(template)
+    assert serve.incremental_streaming
+    assert serve.allow_auto_truncate
+    assert serve.stream_interval == 4
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [({"chat_template": "/no/such.jinja"}, "no file"), ({"enable_metrics": False}, "always on")],
+)
+def test_what_cannot_be_is_refused(
+    refusals: Callable[..., list[TetrarchError]], setting: dict[str, object], words: str
+) -> None:
+    (error,) = refusals(**setting)
+    assert words in error.what
