@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches on fake hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tetrarch.config.args import LaunchArgs
+from tetrarch.config.checkpoint import Checkpoint
+from tetrarch.config.hardware import Arch, Device
+from tetrarch.config.headers import WeightScan
+from tetrarch.config.plan import ModelFacts, Plan
+from tetrarch.config.resolve import resolve
+from tetrarch.core.errors import LaunchErrors
+from tetrarch.numerics.contract import SourceFormat
+
+FACTS = ModelFacts(
+    model_type="qwen3_moe",
+    architectures=("Qwen3MoeForCausalLM",),
+    num_layers=4,
+    num_moe_layers=4,
+    num_experts=8,
+    top_k=2,
+    hidden_size=256,
+    expert_hidden_size=256,
+    expert_intermediate_size=128,
+    vocab_size=1024,
+    context_len=2048,
+    num_dense_params=10_000,
+    num_expert_params=100_000,
+    kv_elements_per_token=1024,
+    num_mtp_layers=0,
+)
+
+
+@pytest.fixture(scope="session")
+def launch() -> Callable[..., Plan]:
+    """Return a launcher: architecture, source format, settings as keywords → plan."""
+    return _launch
+
+
+@pytest.fixture(scope="session")
+def refused() -> Callable[..., list[str]]:
+    """Return what a launch is refused for, as text."""
+
+    def run(arch: Arch, source: SourceFormat, **settings: Any) -> list[str]:
+        with pytest.raises(LaunchErrors) as caught:
+            _launch(arch, source, **settings)
+        for error in caught.value.errors:
+            assert error.why
+            assert error.fix
+        return [str(error) for error in caught.value.errors]
+
+    return run
+
+
+def _launch(
+    arch: Arch,
+    source: SourceFormat,
+    *,
+    sizes: dict[str, int] | None = None,
+    input_scales: bool | None = None,
+    **settings: Any,
+) -> Plan:
+    serialized = source in (SourceFormat.NVFP4_MODELOPT, SourceFormat.NVFP4_COMPRESSED)
+    checkpoint = Checkpoint(
+        path="/m",
+        config={},
+        source=source,
+        label=source.upper(),
+        dtype="bfloat16",
+        quant_ignore=(),
+        has_input_scales=serialized if input_scales is None else input_scales,
+        kv_quant=None,
+        weights=WeightScan(),
+    )
+    facts = replace(FACTS, **(sizes or {}))
+    is_cpu = arch is Arch.CPU
+    device = Device(
+        arch=arch,
+        name="fake",
+        torch_device="cpu" if is_cpu else "cuda",
+        num_devices=1,
+        memory_bytes=1 << 36,
+        physical_cores=8,
+    )
+    return resolve(LaunchArgs(**({"model": "m"} | settings)), checkpoint, facts, device)
