@@ -18,7 +18,6 @@ from tetrarch.moe.matrices import bias_flaw, matrix_flaw, scale_flaw
 from tetrarch.moe.stores import PackedStore, PlainStore, buffer_of
 from tetrarch.moe.types import CanonicalExperts, ExpertSpec, Nvfp4Matrix, Part, PlainExperts
 from tetrarch.numerics.contract import Activations, SourceFormat
-from tetrarch.numerics.scales import amax_of
 
 __all__ = ["ExpertStager"]
 
@@ -48,7 +47,6 @@ class ExpertStager:
         self._seen: set[tuple[Part, int]] = set()
         self._seen_bias: set[tuple[Part, int]] = set()
         self._kinds: set[str] = set()
-        self._waiting: dict[int, tuple[Part, Tensor]] = {}  # local expert: its raw gate or up
         self._input_scales: dict[tuple[Part, int], float | None] = {}
 
     def put(self, part: Part, expert: int, value: Tensor | Nvfp4Matrix) -> None:
@@ -70,11 +68,7 @@ class ExpertStager:
             self._note_input_scale(part, expert, value.input_scale)
         if (local := self._local(expert)) is None:
             return
-        store = self._open()
-        if isinstance(value, Nvfp4Matrix) or isinstance(store, PlainStore):
-            store.put(part, local, value)
-        else:
-            self._quantize(store, part, local, value=value.to(self._spec.device))
+        self._open().put(part, local, value)
 
     def put_bias(self, part: Part, expert: int, value: Tensor) -> None:
         """Take one bias: (I,) for gate and up, (H,) for down.
@@ -117,17 +111,6 @@ class ExpertStager:
             "down_input_scale": self._input_scale(Part.DOWN),
         }
         return store.finish(input_scales=input_scales, biases=biases)
-
-    def _quantize(self, store: PackedStore, part: Part, local: int, *, value: Tensor) -> None:
-        if part is Part.DOWN or not self._spec.activation.gated:
-            store.quantize(part, local, value, amax=amax_of(value))
-        elif local not in self._waiting:
-            self._waiting[local] = (part, value)
-        else:
-            other_part, other = self._waiting.pop(local)
-            amax = torch.maximum(amax_of(value), amax_of(other))
-            store.quantize(other_part, local, other, amax=amax)
-            store.quantize(part, local, value, amax=amax)
 
     def _note_input_scale(self, part: Part, expert: int, scale: Tensor | None) -> None:
         if scale is not None:

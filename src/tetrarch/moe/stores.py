@@ -11,6 +11,7 @@ from torch import Tensor
 from tetrarch.moe.types import CanonicalExperts, ExpertSpec, Nvfp4Matrix, Part, PlainExperts
 from tetrarch.numerics import nvfp4
 from tetrarch.numerics.contract import Recipe
+from tetrarch.numerics.scales import amax_of
 
 __all__ = ["PackedStore", "PlainStore", "buffer_of"]
 
@@ -37,19 +38,37 @@ class PackedStore:
         for name, shape in (("gate_up", (experts, columns)), ("down", (experts,))):
             global_scale = torch.empty(shape, dtype=torch.float32, device=device)
             self._buffers[f"{name}_global_scale"] = global_scale
+        self._waiting: dict[int, tuple[Part, Tensor]] = {}  # local expert: its raw gate or up
 
-    def put(self, part: Part, local: int, value: Nvfp4Matrix) -> None:
-        """Take an encoded matrix as it is."""
+    def put(self, part: Part, local: int, value: Tensor | Nvfp4Matrix) -> None:
+        """Take an encoded matrix as it is; encode another one once its scale is known.
+
+        Gate and up share a global scale, so the first of the two waits for the second.
+        """
+        if isinstance(value, Nvfp4Matrix):
+            self._write(part, local, value)
+            return
+        value = value.to(self._spec.device)
+        if part is Part.DOWN or not self._spec.activation.gated:
+            self._encode(part, local, value, amax=amax_of(value))
+        elif local not in self._waiting:
+            self._waiting[local] = (part, value)
+        else:
+            other_part, other = self._waiting.pop(local)
+            amax = torch.maximum(amax_of(value), amax_of(other))
+            self._encode(other_part, local, other, amax=amax)
+            self._encode(part, local, value, amax=amax)
+
+    def _encode(self, part: Part, local: int, value: Tensor, *, amax: Tensor) -> None:
+        encoded = nvfp4.encode_weight(value, recipe=self._recipe, amax=amax)
+        self._write(part, local, Nvfp4Matrix(*encoded, input_scale=None))
+
+    def _write(self, part: Part, local: int, value: Nvfp4Matrix) -> None:
         name, rows = buffer_of(part), self._spec.rows_of(part)
         self._buffers[name][local, rows] = value.codes
         self._buffers[f"{name}_block_scale"][local, rows] = value.block_scale
         columns = self._buffers[f"{name}_global_scale"][local].view(-1)
         columns[1 if rows.start else 0] = value.global_scale.reshape(())
-
-    def quantize(self, part: Part, local: int, value: Tensor, *, amax: Tensor) -> None:
-        """Encode a matrix whose global scale follows from `amax`, () fp32."""
-        encoded = nvfp4.encode_weight(value, recipe=self._recipe, amax=amax)
-        self.put(part, local, Nvfp4Matrix(*encoded, input_scale=None))
 
     def finish(
         self, *, input_scales: Mapping[str, Tensor], biases: Mapping[str, Tensor]
