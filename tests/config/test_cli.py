@@ -92,6 +92,12 @@ def test_per_token_and_w4a16_variables_cannot_both_be_on() -> None:
     assert "moe_activations" in error
 
 
+def test_a_wire_and_its_variable_that_disagree_are_refused() -> None:
+    """A row of the upstream start-up matrix: dispatch type by flag and by variable."""
+    (error,) = refused("--moe-wire", "bf16", SGLANG_MOE_NVFP4_DISPATCH="1")
+    assert "disagree" in error
+
+
 def test_an_unknown_variable_of_ours_is_an_error_with_the_nearest_name() -> None:
     (error,) = refused(TETRARCH_FUSED_FINALISE="1")
     assert "unknown variable 'TETRARCH_FUSED_FINALISE'" in error

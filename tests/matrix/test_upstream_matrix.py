@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from tetrarch.config.cli import parse_args
 from tetrarch.config.formats import recognise
 from tetrarch.config.hardware import Arch
 from tetrarch.config.plan import Plan
 from tetrarch.config.support import Wire
-from tetrarch.core.errors import CheckpointError, LaunchErrors
+from tetrarch.core.errors import CheckpointError
 from tetrarch.numerics.contract import SourceFormat
 
 BF16, BLOCK, FP8 = SourceFormat.BF16, SourceFormat.FP8_BLOCK, SourceFormat.FP8_TENSOR
@@ -240,33 +239,28 @@ A2A = [
     ),
 ]
 
-DETERMINISM = [
-    Case(
-        "speculation: draft quantization unset -> the target's",
-        ONLINE | {"speculative_algorithm": "mtp"},
-        words=("--speculative-algorithm mtp is not supported yet",),
-    ),
-    Case(
-        "mixed chunk with speculation -> disabled",
-        ONLINE | {"speculative_algorithm": "mtp", "mixed_chunk": True},
-        words=("--speculative-algorithm",),
-    ),
-    Case(
-        "deterministic: fused MoE finalize -> off",
-        ONLINE | {"deterministic": True},
-        words=("--deterministic is not supported yet",),
-    ),
-    Case(
-        "fused finalize asked for",
-        ONLINE | {"fused_finalize": True},
-        words=("no runner of tetrarch has a fused finalize yet",),
-    ),
+OTHERS = [
+    Case(theirs, ONLINE | settings, words=(words,))
+    for theirs, settings, words in (
+        (
+            "draft quantization unset -> the target's",
+            {"speculative_algorithm": "mtp"},
+            "--speculative-algorithm mtp is not supported yet",
+        ),
+        (
+            "mixed chunk with speculation -> disabled",
+            {"speculative_algorithm": "mtp", "mixed_chunk": True},
+            "--speculative-algorithm mtp is not supported yet",
+        ),
+        ("deterministic: fused finalize -> off", {"deterministic": True}, "--deterministic"),
+        ("fused finalize", {"fused_finalize": True}, "no runner of tetrarch has a fused"),
+    )
 ]
 
 
 @pytest.mark.parametrize("arch", FAKES)
 @pytest.mark.parametrize(
-    "case", [*QUANTIZATION, *RUNNERS, *A2A, *DETERMINISM], ids=lambda case: case.theirs
+    "case", [*QUANTIZATION, *RUNNERS, *A2A, *OTHERS], ids=lambda case: case.theirs
 )
 def test_every_row_of_the_upstream_matrix_has_an_answer(
     launch: Callable[..., Plan], refused: Callable[..., list[str]], case: Case, arch: Arch
@@ -303,9 +297,3 @@ def test_formats_are_refused_before_any_contract(theirs: str, section: dict[str,
     with pytest.raises(CheckpointError) as caught:
         recognise({"quantization_config": section}, None)
     assert caught.value.fix, theirs
-
-
-def test_a_wire_and_its_variable_that_disagree_are_refused() -> None:
-    """There: a dispatch-type flag together with the variable -> ValueError."""
-    with pytest.raises(LaunchErrors, match="disagree"):
-        parse_args(["--moe-wire", "bf16"], {"SGLANG_MOE_NVFP4_DISPATCH": "1"})
