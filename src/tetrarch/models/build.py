@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,6 +22,7 @@ from tetrarch.core.errors import CheckpointError
 from tetrarch.core.specs import TensorSpec
 from tetrarch.memory.slots import SlotTable
 from tetrarch.models.names import NamePlan
+from tetrarch.models.onednn import is_small, without_onednn
 from tetrarch.models.skeleton import ExpertSite, read_skeleton, swap_module
 from tetrarch.moe.build import build_layer
 from tetrarch.moe.layer import MoELayer
@@ -70,6 +72,10 @@ class Model:
     def _is_latent(self) -> bool:
         return any(site.latent for site in self.sites)
 
+    @cached_property
+    def _is_small(self) -> bool:
+        return is_small(self.hf)
+
     @torch.no_grad()
     def forward(
         self,
@@ -93,14 +99,16 @@ class Model:
         """
         tap = LatentTap() if self._is_latent else None
         context = PagedAttention(attn, pool, sites=self._site_of, tap=tap)
-        output = self.hf(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
-            past_key_values=tap,
-            use_cache=False,
-            logits_to_keep=logits_at,
-            **{CONTEXT: context},
-        )
+        alone = len(token_ids) == 1 and self._is_small
+        with without_onednn() if alone else nullcontext():
+            output = self.hf(
+                input_ids=token_ids[None],
+                position_ids=positions[None],
+                past_key_values=tap,
+                use_cache=False,
+                logits_to_keep=logits_at,
+                **{CONTEXT: context},
+            )
         return output.logits[0]
 
 

@@ -60,6 +60,21 @@ class _Group:
     _biases: dict[tuple[int | None, torch.dtype], Tensor | None] = field(
         default_factory=dict[tuple[int | None, torch.dtype], Tensor | None]
     )
+    _copies: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    def read(self, pool: Tensor, role: str) -> Tensor:
+        """Return the group's keys or values, copied out of their pages: (N, L, G, D).
+
+        All layers read into the same memory, one copy for each role: 16 sequences of 300 tokens
+        take 35 µs, into fresh memory 160 µs, most of them page faults.
+        """
+        rows = pool.flatten(1)  # whole pages of a 2-D view; gathering 4-D takes three times as long
+        shape = (self.pages.numel(), rows.shape[1])
+        copy = self._copies.get(role)
+        if copy is None or copy.shape != shape or copy.dtype != pool.dtype:
+            copy = self._copies[role] = rows.new_empty(shape)
+        torch.index_select(rows, 0, self.pages, out=copy)
+        return copy.view(len(self.kv_lens), -1, *pool.shape[2:])[:, : self.num_keys]
 
     def is_whole_prompt(self, window: int | None) -> bool:
         """Whether every query row sees exactly the rows up to its own."""
@@ -196,7 +211,13 @@ def paged_attention(
         (T, H, Dv) in the query's dtype.
     """
     outputs = [
-        _attend(_queries(query, group), _read(keys, group), _read(values, group), group, rule)
+        _attend(
+            _queries(query, group),
+            group.read(keys, "key"),
+            group.read(values, "value"),
+            group,
+            rule,
+        )
         for group in batch.groups
     ]
     return _in_order(outputs, batch)
@@ -229,8 +250,8 @@ def paged_latent_attention(
     query = torch.cat((query_latent, query_rotary), dim=-1)
     outputs: list[Tensor] = []
     for group in batch.groups:
-        latent = _read(latents, group)
-        key = torch.cat((latent, _read(rotaries, group)), dim=-1)
+        latent = group.read(latents, "latent")
+        key = torch.cat((latent, group.read(rotaries, "rotary")), dim=-1)
         outputs.append(_attend(_queries(query, group), key, latent, group, rule))
     return _in_order(outputs, batch)
 
@@ -239,13 +260,6 @@ def _queries(query: Tensor, group: _Group) -> Tensor:
     """Return the group's queries: (T, H, D) -> (N, H, n, D)."""
     rows = query[group.rows]
     return rows.unflatten(0, (len(group.kv_lens), group.q_len)).transpose(1, 2)
-
-
-def _read(pool: Tensor, group: _Group) -> Tensor:
-    """Return the group's keys or values, copied out of their pages: (N, L, G, D)."""
-    # Whole pages of a 2-D view: 34 µs for 16 sequences of 300 tokens, 4-D takes 100 µs.
-    rows = pool.flatten(1).index_select(0, group.pages)
-    return rows.view(len(group.kv_lens), -1, *pool.shape[2:])[:, : group.num_keys]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, group: _Group, rule: ScoreRule) -> Tensor:

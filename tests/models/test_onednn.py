@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models compute a single row without oneDNN, and leave the switch as they found it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tetrarch.models.onednn import is_small, without_onednn
+
+
+def test_one_large_layer_makes_a_model_large() -> None:
+    small = nn.Sequential(nn.Linear(64, 64), nn.Linear(1024, 1023))
+    assert is_small(small)
+    assert not is_small(nn.Sequential(*small, nn.Linear(1024, 1024)))
+
+
+def test_a_row_is_the_same_up_to_rounding() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(256, 256).bfloat16()
+    row = torch.randn(1, 256).bfloat16()
+    with torch.no_grad(), without_onednn():
+        alone = layer(row)
+    exact = row.double() @ layer.weight.double().T + layer.bias.double()
+    torch.testing.assert_close(alone.double(), exact, atol=1e-2, rtol=1e-2)
+
+
+def test_the_switch_comes_back_after_an_error() -> None:
+    before = torch.backends.mkldnn.enabled
+    with pytest.raises(ZeroDivisionError), without_onednn():
+        assert not torch.backends.mkldnn.enabled
+        raise ZeroDivisionError
+    assert torch.backends.mkldnn.enabled == before
