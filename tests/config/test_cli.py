@@ -125,6 +125,15 @@ def test_an_unknown_flag_is_an_error_with_the_nearest_name() -> None:
     assert "did you mean --chunked-prefill-size?" in error
 
 
+def test_what_follows_an_unknown_flag_is_not_taken_for_the_model() -> None:
+    parser = LaunchParser()
+    add_launch_arguments(parser)
+    reading = read_command_line(parser, ["--chunk-size", "512", "--page-size", "x"], {})
+    assert reading.args.model is None
+    assert len(reading.errors) == 2
+    assert read_command_line(parser, ["m", "--chunk-size", "512"], {}).args.model == "m"
+
+
 def test_flags_are_not_abbreviated() -> None:
     (error,) = refused("--quant", "none")
     assert "did you mean --quantization?" in error

@@ -9,21 +9,27 @@ import pytest
 
 from tetrarch.config.args import LaunchArgs
 from tetrarch.config.checkpoint import Checkpoint
-from tetrarch.config.hardware import Device
+from tetrarch.config.hardware import Arch, Device
 from tetrarch.config.plan import ModelFacts, Plan
 from tetrarch.config.resolve import resolve
 from tetrarch.core.errors import ConfigError, LaunchErrors, TetrarchError
 from tetrarch.core.knob import knobs
+from tetrarch.numerics.contract import SourceFormat
 
 
 def test_every_setting_left_on_auto_is_decided_with_a_reason(settle: Callable[..., Plan]) -> None:
-    plan = settle(model=None)
-    decided = {decision.field: decision for decision in plan.decisions}
     free = {"api_key", "admin_api_key", "chat_template"}  # absent is a value of these
-    for field in knobs(LaunchArgs):
-        if field.default in (None, "auto") and field.name not in free:
-            assert decided[field.name].why, field.name
-            assert decided[field.name].value != "auto", field.name
+    for plan in (
+        settle(model=None),
+        settle(arch=Arch.SM90),
+        settle(source=SourceFormat.NVFP4_MODELOPT),
+        settle(source=SourceFormat.FP8_BLOCK, chunked_prefill_size=0),
+    ):
+        decided = {decision.field: decision for decision in plan.decisions}
+        for field in knobs(LaunchArgs):
+            if field.default in (None, "auto") and field.name not in free:
+                assert decided[field.name].why, field.name
+                assert decided[field.name].value != "auto", field.name
 
 
 def test_nothing_is_decided_twice(settle: Callable[..., Plan]) -> None:

@@ -72,4 +72,5 @@ def test_a_disagreement_about_a_secret_does_not_print_it() -> None:
 
 def test_a_wrong_name_is_answered_with_the_nearest() -> None:
     assert nearest("--chunk-prefill-size", FLAGS) == "did you mean --chunked-prefill-size?"
+    assert nearest("TETRARCH_QQ", VARIABLES) == "`tetrarch serve --help` lists them"
     assert nearest("--zzzzzz", FLAGS) == "`tetrarch serve --help` lists them"

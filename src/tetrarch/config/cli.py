@@ -11,6 +11,7 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from tetrarch.config.args import GROUPS, LaunchArgs
@@ -119,9 +120,10 @@ class _Flag(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        del parser, option_string
+        del parser
         text = None if self.nargs == 0 else values
-        vars(namespace).setdefault(_SAID, []).append((self.spelling, text))
+        is_word = option_string is None
+        vars(namespace).setdefault(_SAID, []).append((self.spelling, text, is_word))
 
 
 def _metavar(field: KnobField) -> str:
@@ -154,23 +156,22 @@ def read_command_line(
         environ: The environment; the process's own by default.
 
     Raises:
-        LaunchErrors: A word cannot be assigned to any argument. What is wrong with a setting's
-            value is returned, not raised, so that the resolver can add to it.
+        LaunchErrors: The words make no command line, as where a flag lacks its value. All else
+            that is wrong is returned, not raised, so that the resolver can add to it.
     """
     sayings = Sayings()
     try:
         namespace, rest = parser.parse_known_args(argv)
     except ConfigError as error:
         raise LaunchErrors([error]) from None
-    for spelling, text in vars(namespace).pop(_SAID, ()):
-        sayings.flag(spelling, text)
-    reading = _finish(sayings, environ, namespace)
-    # What follows an unknown flag is probably its argument: name the flag alone.
+    # What follows an unknown flag is probably its value, not MODEL: name the flag alone.
     strangers = [word for word in rest if word.startswith("-")] or rest
-    if strangers:
-        unknown = [_unknown_word(word, parser) for word in strangers]
-        raise LaunchErrors([*unknown, *reading.errors])
-    return reading
+    values = {value for word, value in pairwise(argv) if word in strangers}
+    for spelling, text, is_word in vars(namespace).pop(_SAID, ()):
+        if not (is_word and text in values):
+            sayings.flag(spelling, text)
+    sayings.errors += [_unknown_word(word, parser) for word in strangers]
+    return _finish(sayings, environ, namespace)
 
 
 def read_keywords(

@@ -187,6 +187,7 @@ def _fc2_input_scale(
     if contract.activations is not Activations.PER_TOKEN:
         if asked is not None:
             ledger.refuse(_no_effect("--fc2-input-scale", f"{contract.name} is not per token"))
+        ledger.decide("fc2_input_scale", "not used", f"{contract.name} is not per token")
         return full_range
     value = ledger.pick(
         "fc2_input_scale", asked, full_range, f"1/{1 / full_range:.0f}: all of the scales' range"
@@ -221,11 +222,11 @@ def _ignored(
     if not contract.quantizes_weights:
         return ()
     theirs = tuple(pattern for pattern in checkpoint.quant_ignore if is_pattern(pattern))
-    why = ASKED if asked else "none by default"
+    why = ASKED if asked else "default"
     if theirs and contract.covers_draft:
         why += f"; the checkpoint's own {len(theirs)} exclusions do not exempt expert layers"
     elif theirs:
-        why += f"; so are expert layers among the checkpoint's own {len(theirs)} exclusions"
+        why += f"; expert layers among the checkpoint's own {len(theirs)} exclusions stay as stored"
     ledger.decide("fp4_ignored_layers", ",".join(asked) or "none", why)
     return asked if contract.covers_draft else (*asked, *theirs)
 

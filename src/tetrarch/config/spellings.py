@@ -63,8 +63,13 @@ KEYWORDS: Mapping[str, Spelling] = {
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the known name most like `name`, as advice."""
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean {found[0]}?" if found else "`tetrarch serve --help` lists them"
+    names = {_core(each): each for each in known}  # a shared prefix is no likeness
+    found = difflib.get_close_matches(_core(name), list(names), n=1, cutoff=0.55)
+    return f"did you mean {names[found[0]]}?" if found else "`tetrarch serve --help` lists them"
+
+
+def _core(name: str) -> str:
+    return name.removeprefix("--").removeprefix(ENV_PREFIX)
 
 
 class Sayings:
