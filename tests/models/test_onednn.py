@@ -27,8 +27,12 @@ def test_a_row_is_the_same_up_to_rounding() -> None:
 
 
 def test_the_switch_comes_back_after_an_error() -> None:
+    def fail() -> None:
+        with without_onednn():
+            assert not torch.backends.mkldnn.enabled
+            raise ZeroDivisionError
+
     before = torch.backends.mkldnn.enabled
-    with pytest.raises(ZeroDivisionError), without_onednn():
-        assert not torch.backends.mkldnn.enabled
-        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert torch.backends.mkldnn.enabled == before
