@@ -257,7 +257,6 @@ def test_a_supported_row_equals_the_oracle(
     want = Oracle(spec, quant, experts)(*arguments)
     assert (ours == want).mean() > 0.99
     error, size = (np.linalg.norm(rows, axis=1) for rows in (ours - want, want))
-    print((ours == want).mean(), (error / (size + 1e-30)).max())
     assert (error <= 0.01 * size).all()
 
     swapped = replace(experts, down=experts.down.roll(1, dims=0))

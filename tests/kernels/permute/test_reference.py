@@ -27,14 +27,14 @@ def test_rows_are_sorted_by_expert_then_token(dtype: torch.dtype, first: int, co
     assert order.position.tolist() == [position for _, position in want]
     assert order.token.tolist() == [position // 3 for _, position in want]
     experts = [expert for expert, _ in want]
-    assert order.counts == tuple(experts.count(expert) for expert in range(count))
+    assert order.counts == tuple((e, experts.count(e)) for e in range(count) if e in experts)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_tokens_and_no_local_tokens_have_no_rows(dtype: torch.dtype) -> None:
     for ids in (torch.empty(0, 2, dtype=dtype), torch.full((3, 2), 9, dtype=dtype)):
         order = permute(ids, first_expert=0, num_experts=4)
-        assert order.counts == (0, 0, 0, 0)
+        assert order.counts == ()
         assert order.position.numel() == order.token.numel() == order.expert.numel() == 0
 
 

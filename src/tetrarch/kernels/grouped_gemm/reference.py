@@ -18,22 +18,21 @@ __all__ = ["grouped_gemm"]
 
 
 def grouped_gemm(
-    rows: Tensor, counts: Sequence[int], *, weight: Callable[[int], Tensor], out: Tensor
+    rows: Tensor, counts: Sequence[tuple[int, int]], *, weight: Callable[[int], Tensor], out: Tensor
 ) -> Tensor:
     """Multiply each group's rows with the group's weight.
 
     Args:
         rows: (N, K) fp32, sorted by group.
-        counts: Rows of each group; they add up to N.
-        weight: Returns a group's (K, O) fp32 weight; asked only for groups that have rows.
+        counts: (group, its rows) in the order of the rows; the rows add up to N.
+        weight: Returns a group's (K, O) fp32 weight.
         out: (N, O) fp32, overwritten.
 
     Returns:
         `out`.
     """
-    hit = [group for group, count in enumerate(counts) if count]
-    sizes = [counts[group] for group in hit]
-    slices = zip(hit, rows.split_with_sizes(sizes), out.split_with_sizes(sizes), strict=True)
-    for group, group_rows, group_out in slices:
+    sizes = [count for _, count in counts]
+    pieces = zip(counts, rows.split_with_sizes(sizes), out.split_with_sizes(sizes), strict=True)
+    for (group, _), group_rows, group_out in pieces:
         torch.mm(group_rows, weight(group), out=group_out)
     return out

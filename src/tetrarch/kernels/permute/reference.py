@@ -7,8 +7,8 @@ expert's rows are one slice; `finalize` adds a token's rows up in slot order.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ __all__ = ["Permutation", "finalize", "permute"]
 class Permutation:
     """Which (token, slot) each of the N routed rows is. Slots of other ranks have no row."""
 
-    counts: tuple[int, ...]  # rows of each local expert, on the host
-    expert: Tensor  # (N,) local ids, ascending
+    counts: tuple[tuple[int, int], ...]  # (local expert, its rows) where there are any, ascending
+    expert: Tensor  # (N,) local id
     token: Tensor  # (N,)
     position: Tensor  # (N,) token * K + slot
 
@@ -36,12 +36,14 @@ def permute(topk_ids: Tensor, *, first_expert: int, num_experts: int) -> Permuta
         num_experts: Experts of this rank.
     """
     ids, position = topk_ids.flatten().sort(stable=True)
-    bounds = torch.arange(first_expert, first_expert + num_experts + 1, device=ids.device)
-    starts: list[int] = torch.searchsorted(ids, bounds.to(ids.dtype)).tolist()
-    local = slice(starts[0], starts[-1])
+    # Counted on the host, which must know the counts anyway; half as long as three more kernels.
+    rows = sorted(Counter[int](ids.tolist()).items())
+    counts = tuple((e - first_expert, n) for e, n in rows if 0 <= e - first_expert < num_experts)
+    begin = sum(count for expert, count in rows if expert < first_expert)
+    local = slice(begin, begin + sum(count for _, count in counts))
     position = position[local]
     return Permutation(
-        counts=tuple(end - start for start, end in pairwise(starts)),
+        counts=counts,
         expert=ids[local] - first_expert,
         token=position.div(topk_ids.shape[1], rounding_mode="floor"),
         position=position,
