@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tetrarch generate [MODEL] --prompt TEXT [settings]`: print what a model says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from tetrarch.commands.bars import Bars
+from tetrarch.config.cli import LaunchParser, add_launch_arguments, read_command_line
+from tetrarch.config.launch import plan_launch
+from tetrarch.core.errors import ConfigError
+from tetrarch.core.log import configure_logging
+from tetrarch.engine.sampling import parse_sampling
+from tetrarch.llm import LLM, Output
+from tetrarch.models.describe import describe
+from tetrarch.models.fetch import fetch
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Generate, print, and return the exit status.
+
+    Raises:
+        TetrarchError: What is wrong with the launch or the request.
+    """
+    parser = LaunchParser(prog="tetrarch generate", description=__doc__)
+    own = parser.add_argument_group("what to generate")
+    own.add_argument(
+        "--prompt", action="append", help="repeat it for several; - reads standard input"
+    )
+    own.add_argument("--raw", action="store_true", help="the prompt is plain text, not a question")
+    own.add_argument("--max-new-tokens", type=int, default=256, help="default 256")
+    own.add_argument("--temperature", type=float, default=0.0, help="default 0: the likeliest")
+    own.add_argument("--seed", type=int, default=None, help="fixes the draw above temperature 0")
+    own.add_argument("--n", type=int, default=1, help="outputs for each prompt; default 1")
+    own.add_argument("--json", action="store_true", help="one JSON object a line, with token ids")
+    add_launch_arguments(parser)
+    reading = read_command_line(parser, argv)
+    asked = reading.namespace
+    if not asked.prompt:
+        raise ConfigError("no --prompt", why="there is nothing to say", fix='--prompt "Hello!"')
+    configure_logging(level="warning")
+    plan = plan_launch(reading, describe=describe, fetch=lambda name: str(fetch(name)))
+    sampling = parse_sampling(
+        {
+            "max_new_tokens": asked.max_new_tokens,
+            "temperature": asked.temperature,
+            "sampling_seed": asked.seed,
+            "n": asked.n,
+        },
+        vocab_size=plan.model.facts.vocab_size,
+    )
+    with Bars() as bars, LLM(plan=plan, progress=bars) as llm:
+        texts = [sys.stdin.read() if text == "-" else text for text in asked.prompt]
+        outputs = llm.generate(
+            [text if asked.raw else _question(llm, text) for text in texts], sampling, progress=bars
+        )
+    for output in outputs:
+        print(json.dumps(_row(output), ensure_ascii=False) if asked.json else output.text)
+    return 0
+
+
+def _question(llm: LLM, text: str) -> list[int]:
+    return llm.tokenizer.encode_chat([{"role": "user", "content": text}])
+
+
+def _row(output: Output) -> dict[str, Any]:
+    return {
+        "prompt": output.prompt_index,
+        "index": output.index,
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": msgspec.structs.asdict(output.finish_reason),
+    }
