@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tetrarch.config.plan import ExpertPlan, QuantPlan, TokenBudget
@@ -133,6 +136,22 @@ def _tokens(spec: ExpertSpec, count: int, seed: int = 0) -> tuple[Tensor, Tensor
     return hidden, ids, weights
 
 
+def _exported(folder: Path, kind: str) -> dict[tuple[Part, int], Nvfp4Matrix]:
+    tensors = load_file(folder / "model.safetensors")
+    found: dict[tuple[Part, int], Nvfp4Matrix] = {}
+    for part, expert in itertools.product(Part, range(2)):
+        stem = f"model.layers.0.mlp.experts.{expert}.{part}_proj."
+        leaf = {name.removeprefix(stem): t for name, t in tensors.items() if name.startswith(stem)}
+        if kind == "modelopt":
+            scales = leaf["weight_scale_2"], leaf["input_scale"]
+        else:
+            encode = leaf["weight_global_scale"], leaf["input_global_scale"]
+            scales = encode[0].reciprocal(), encode[1].reciprocal()
+        codes = leaf["weight" if kind == "modelopt" else "weight_packed"]
+        found[part, expert] = Nvfp4Matrix(codes, leaf["weight_scale"], *scales)
+    return found
+
+
 # Factories as fixtures: test modules cannot import each other under importlib mode.
 
 
@@ -164,6 +183,12 @@ def make_matrices() -> Callable[..., Matrices]:
 def serialize() -> Callable[..., Nvfp4Matrix]:
     """A matrix → the same as a checkpoint stores it, with a global scale of its own."""
     return _serialized
+
+
+@pytest.fixture(scope="session")
+def exported(golden: Path) -> Callable[..., dict[tuple[Part, int], Nvfp4Matrix]]:
+    """`modelopt` or `ct` → the matrices of that tool's tiny export, 2 experts of 64 x 64."""
+    return lambda kind: _exported(golden / f"{kind}_nvfp4_tiny_moe", kind)
 
 
 @pytest.fixture(scope="session")

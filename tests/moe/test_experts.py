@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import weakref
 from collections.abc import Callable
@@ -129,29 +128,11 @@ def test_serialized_matrices_pass_untouched_with_both_their_scales(
         assert experts.down_global_scale[expert] == down.global_scale
 
 
-def _exported(folder: Path, kind: str) -> dict[tuple[Part, int], Nvfp4Matrix]:
-    """Read a tiny export's expert matrices; compressed-tensors stores encode scales."""
-    tensors = load_file(folder / "model.safetensors")
-    found: dict[tuple[Part, int], Nvfp4Matrix] = {}
-    for part, expert in itertools.product(Part, range(2)):
-        stem = f"model.layers.0.mlp.experts.{expert}.{part}_proj."
-        leaf = {name.removeprefix(stem): t for name, t in tensors.items() if name.startswith(stem)}
-        if kind == "modelopt":
-            scales = leaf["weight_scale_2"], leaf["input_scale"]
-        else:
-            scales = (
-                leaf["weight_global_scale"].reciprocal(),
-                leaf["input_global_scale"].reciprocal(),
-            )
-        codes = leaf["weight" if kind == "modelopt" else "weight_packed"]
-        found[part, expert] = Nvfp4Matrix(codes, leaf["weight_scale"], *scales)
-    return found
-
-
 @pytest.mark.parametrize("kind", ["modelopt", "ct"])
 @pytest.mark.parametrize("activations", Activations)
 def test_a_real_export_decodes_to_its_bf16_source(
     golden: Path,
+    exported: Any,
     make_spec: Any,
     make_quant: Any,
     stage: Any,
@@ -163,7 +144,7 @@ def test_a_real_export_decodes_to_its_bf16_source(
     Negative control: with gate and up swapped the same bound fails.
     """
     spec = make_spec(num_experts=2, num_local_experts=2, hidden_size=64, intermediate_size=64)
-    matrices = _exported(golden / f"{kind}_nvfp4_tiny_moe", kind)
+    matrices = exported(kind)
     experts = stage(spec, make_quant(MODELOPT, activations), matrices)
     source = load_file(golden / "modelopt_nvfp4_tiny_moe" / "source_bf16.safetensors")
     want = source["model.layers.0.mlp.experts.gate_up_proj"].float()

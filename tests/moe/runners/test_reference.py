@@ -266,6 +266,66 @@ def test_plain_experts_equal_hugging_face(
         assert (wrong - want).abs().max() > 1
 
 
+@pytest.mark.parametrize("kind", ["modelopt", "ct"])
+def test_a_real_export_equals_hugging_face_on_its_decoded_weights(
+    exported: Any,
+    make_spec: Any,
+    make_quant: Any,
+    make_layer: Any,
+    make_tokens: Any,
+    stage: Any,
+    kind: str,
+) -> None:
+    """W4A16 in FP32, where only the order of roundings differs. ModelOpt's own file, and its
+    conversion to compressed-tensors. Negative control: the other contract, which rounds inputs.
+    """
+    spec = make_spec(
+        num_experts=2,
+        num_local_experts=2,
+        hidden_size=64,
+        intermediate_size=64,
+        dtype=torch.float32,
+    )
+    config: Any = Qwen3MoeConfig(
+        num_experts=2, moe_intermediate_size=64, hidden_size=64, _experts_implementation="eager"
+    )
+    module: Any = Qwen3MoeExperts(config)
+    plain = stage(spec, make_quant(NONE), exported(kind))
+    module.load_state_dict({"gate_up_proj": plain.gate_up, "down_proj": plain.down})
+    tokens = make_tokens(spec, 16)
+    with torch.no_grad():
+        want = module(*tokens)
+    for activations, close in ((BF16, True), (TOKEN, False), (TENSOR, False)):
+        quant = make_quant(MODELOPT, activations)
+        output = make_layer(spec, quant, stage(spec, quant, exported(kind)))(*tokens)
+        error = (output - want).norm() / want.norm()
+        assert error < 1e-5 if close else 0.01 < error < 0.2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@contracts
+def test_a_gpu_computes_what_the_cpu_computes(
+    make_spec: Any,
+    make_quant: Any,
+    make_layer: Any,
+    make_tokens: Any,
+    quantization: Quantization,
+    activations: Activations,
+) -> None:
+    """Sums of NVFP4 products are exact; exp's last place may move a code here and there."""
+    cpu, gpu = (make_spec(device=torch.device(kind)) for kind in ("cpu", "cuda"))
+    quant, tokens = make_quant(quantization, activations), make_tokens(cpu, 32)
+    want = make_layer(cpu, quant)(*tokens).float()
+    layer = make_layer(gpu, quant)
+    output = layer(*(tensor.cuda() for tensor in tokens)).float().cpu()
+    assert (output - want).norm() / want.norm() < 0.005
+    share = torch.where(tokens[1] < 2, tokens[1], -1)
+    masked = layer(tokens[0].cuda(), share.cuda(), tokens[2].cuda()).float().cpu()
+    assert not torch.equal(masked, output)
+    assert masked[(share == -1).all(1)].eq(0).all()
+
+
 def dynamic_per_tensor(rows: Tensor, *, factor: float, **_: Any) -> tuple[Tensor, Tensor]:
     """What per-token must not be: one scale from the largest magnitude of all rows."""
     encode_scale = 1 / (rows.float().abs().max() * factor)
