@@ -44,12 +44,3 @@ class Ledger:
         except TetrarchError as error:
             self.refuse(error)
             return None
-
-    def close(self) -> None:
-        """Raise everything that was refused.
-
-        Raises:
-            LaunchErrors: There was something.
-        """
-        if self.errors:
-            raise LaunchErrors(self.errors)

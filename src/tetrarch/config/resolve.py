@@ -46,13 +46,23 @@ def resolve(
         checkpoint: What the checkpoint is.
         facts: What the model is.
         device: What it runs on.
-        earlier: Errors found before, while reading the settings; raised with ours.
+        earlier: What was wrong with the settings themselves; raised with ours.
 
     Raises:
         LaunchErrors: Everything that is wrong with this launch.
     """
     ledger = Ledger(earlier)
-    ledger.decide("device", device.torch_device, _describe(device))
+    first = f", the first of {device.num_devices}" if device.num_devices > 1 else ""
+    ledger.decide("device", device.torch_device, f"{device.arch}, {device.name}{first}")
+    plan = ledger.attempt(lambda: _decide(args, checkpoint, facts, device, ledger))
+    if plan is None or ledger.errors:
+        raise LaunchErrors(ledger.errors)
+    return plan
+
+
+def _decide(
+    args: LaunchArgs, checkpoint: Checkpoint, facts: ModelFacts, device: Device, ledger: Ledger
+) -> Plan:
     model = resolve_model(args, checkpoint, facts, ledger)
     serve = resolve_serve(args, ledger)
     parallel = resolve_parallel(args, ledger)
@@ -62,10 +72,8 @@ def resolve(
     schedule = resolve_schedule(args, spec, device, ledger)
     memory = resolve_memory(args, model, device, schedule, ledger)
     threads = resolve_threads(args, parallel, device, ledger)
-    quant = ledger.attempt(lambda: resolve_quant(args, checkpoint, facts, ledger))
-    route = ledger.attempt(lambda: resolve_route(args, quant, device, ledger)) if quant else None
-    if quant is None or route is None:
-        raise LaunchErrors(ledger.errors)
+    quant = resolve_quant(args, checkpoint, facts, ledger)
+    route = resolve_route(args, quant, device, ledger)
     budget = token_budget(
         schedule,
         spec,
@@ -75,20 +83,17 @@ def resolve(
         context_len=model.context_len,
     )
     ledger.decide("tokens_per_step", budget.per_rank, f"at most: {budget.term}")
-    decoded_cache = resolve_decoded_cache(
+    cache = resolve_decoded_cache(
         args, route, model=model, quant=quant, device=device, ledger=ledger
     )
-    ledger.close()
+    experts = ExpertPlan(
+        route=route, finalize=route.finalize[0], budget=budget, decoded_cache=cache
+    )
     return Plan(
         model=model,
         quant=quant,
         parallel=parallel,
-        experts=ExpertPlan(
-            route=route,
-            finalize=route.finalize[0],
-            budget=budget,
-            decoded_cache=decoded_cache,
-        ),
+        experts=experts,
         spec=spec,
         graphs=graphs,
         memory=memory,
@@ -100,8 +105,3 @@ def resolve(
         process_env=resolve_process_env(threads),
         decisions=tuple(ledger.decisions),
     )
-
-
-def _describe(device: Device) -> str:
-    first = f", the first of {device.num_devices}" if device.num_devices > 1 else ""
-    return f"{device.arch}, {device.name}{first}"
