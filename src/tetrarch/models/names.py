@@ -16,12 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    apply_renamings,
-    rename_source_key,
-)
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from tetrarch.core.errors import CheckpointError
 from tetrarch.models.experts import is_expert_module
@@ -162,7 +157,10 @@ class NamePlan:
 
     def module_path(self, name: str) -> str:
         """Return a checkpoint's module name as transformers has it: `block_sparse_moe` is `mlp`."""
-        return apply_renamings(f"{name}.", self._renamings).removesuffix(".")
+        path = f"{name}."
+        for renaming in self._renamings:
+            path, _ = renaming.rename_source_key(path)
+        return path.removesuffix(".")
 
     def ignored(self, name: str) -> Ignored | None:
         """Return why a tensor is left out, or `None` when it is not."""
