@@ -24,5 +24,5 @@ resolve: setup ; PIP_CONFIG_FILE=/dev/null $(BIN)/python -m pip --isolated insta
 check: EXTRAS = test,check
 check: lint types floors ; @$(MAKE) --no-print-directory docs ARGS=--check && $(MAKE) --no-print-directory test
 check-slow: EXTRAS = test,check,clients
-check-slow: setup resolve ; $(CALM) TETRARCH_TEST_REQUIRE=clients $(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+check-slow: setup resolve ; $(CALM) TEST_REQUIRE=clients $(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
 bench: setup ; $(BIN)/python benchmarks/$(Q).py $(ARGS)
