@@ -15,6 +15,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from tetrarch.config.budget import token_budget
 from tetrarch.config.plan import GraphPlan, ParallelPlan, Plan, SchedulePlan
@@ -236,6 +239,26 @@ def make_bench() -> Callable[..., Bench]:
 @pytest.fixture(scope="session")
 def demo_tokenizer(demo_path: Path) -> Tokenizer:
     return load_tokenizer(str(demo_path))
+
+
+@pytest.fixture(scope="session")
+def fallback_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Word-start marks and byte fallback, as Llama 2 and Mixtral have; no chat template."""
+    vocab = {"<unk>": 0, "\u2581Hello": 1, "\u2581world": 2, "\u4e2d": 3}
+    vocab |= {f"<0x{byte:02X}>": 4 + byte for byte in range(256)}
+    backend = Backend(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1),
+        ]
+    )
+    folder = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
+    return load_tokenizer(str(folder))
 
 
 @pytest.fixture(scope="session")

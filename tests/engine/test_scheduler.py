@@ -43,7 +43,9 @@ def test_without_mixing_prompts_and_decodes_take_turns(make_bench: Make) -> None
     assert sizes(bench) == [[4], [1], [16], [1], [16], [1], [8]]
 
 
-def test_uncut_prompts_share_a_step_up_to_the_limit_and_longer_ones_run_alone(make_bench: Make) -> None:
+def test_uncut_prompts_share_a_step_up_to_the_limit_and_longer_ones_run_alone(
+    make_bench: Make,
+) -> None:
     bench = make_bench(chunk=0, max_prefill=16, mixed=False)
     for rid, size in (("a", 8), ("b", 12), ("c", 4), ("d", 40), ("e", 4)):
         bench.add(rid, [random.randrange(3, 400) for _ in range(size)], max_new_tokens=1)

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 
 from tetrarch.engine.request import FinishReason, SamplingParams
 from tetrarch.engine.stream import OutputText, StopMatcher, TextStream
-from tetrarch.engine.text import Tokenizer, load_tokenizer
+from tetrarch.engine.text import Tokenizer
 
 ALPHABET = (
     *"abc XYZ,.\n\t'",
@@ -23,63 +22,82 @@ ALPHABET = (
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer(demo_path: Path) -> Tokenizer:
-    return load_tokenizer(str(demo_path))
-
-
 def stream(tokenizer: Tokenizer, ids: list[int], sampling: SamplingParams) -> list[str]:
     text = TextStream(tokenizer, sampling)
     return [*(text.push(token) for token in ids), text.flush()]
 
 
-def test_streamed_pieces_of_any_unicode_text_join_to_the_whole(tokenizer: Tokenizer) -> None:
+def test_streamed_pieces_of_any_unicode_text_join_to_the_whole(demo_tokenizer: Tokenizer) -> None:
     rng = random.Random(0)
     for _ in range(300):
         text = "".join(rng.choices(ALPHABET, k=rng.randrange(1, 60)))
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        pieces = stream(tokenizer, ids, SamplingParams())
-        assert "".join(pieces) == tokenizer.decode(ids)
+        ids = demo_tokenizer.encode(text, add_special_tokens=False)
+        pieces = stream(demo_tokenizer, ids, SamplingParams())
+        assert "".join(pieces) == demo_tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_streamed_pieces_of_random_bytes_join_to_the_whole(
-    tokenizer: Tokenizer, skip: bool
+    demo_tokenizer: Tokenizer, skip: bool
 ) -> None:
     rng = random.Random(1)
     sampling = SamplingParams(skip_special_tokens=skip)
     for length in [*range(1, 40), 300]:
         for _ in range(5):
-            ids = [rng.randrange(tokenizer.vocab_size + 6) for _ in range(length)]
-            pieces = stream(tokenizer, ids, sampling)
-            assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip)
+            ids = [rng.randrange(demo_tokenizer.vocab_size + 6) for _ in range(length)]
+            pieces = stream(demo_tokenizer, ids, sampling)
+            assert "".join(pieces) == demo_tokenizer.decode(ids, skip_special_tokens=skip)
 
 
-def test_no_piece_holds_half_a_character(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("🙂中🙂", add_special_tokens=False)
+def test_streamed_pieces_join_where_characters_fall_back_to_bytes(
+    fallback_tokenizer: Tokenizer,
+) -> None:
+    """Such decoders show every byte of an unfinished run as broken, then take it back."""
+    rng = random.Random(3)
+    for _ in range(200):
+        ids: list[int] = []
+        for _ in range(rng.randrange(1, 30)):
+            spelled = [4 + byte for byte in rng.choice("é国語🙂").encode()]
+            ids += rng.choice([[1], [2], [3], spelled])
+        pieces = stream(fallback_tokenizer, ids, SamplingParams())
+        assert "".join(pieces) == fallback_tokenizer.decode(ids)
+        assert "\ufffd" not in "".join(pieces)
+
+
+def test_a_space_that_starts_an_output_is_kept_after_a_prompt(
+    fallback_tokenizer: Tokenizer,
+) -> None:
+    text = TextStream(fallback_tokenizer, SamplingParams(), [1])
+    assert text.push(2) == " world"
+
+
+def test_no_piece_holds_half_a_character(demo_tokenizer: Tokenizer) -> None:
+    ids = demo_tokenizer.encode("🙂中🙂", add_special_tokens=False)
     assert len(ids) > 3, "the demo vocabulary must spell these characters byte by byte"
-    assert [piece for piece in stream(tokenizer, ids, SamplingParams()) if piece] == [
+    assert [piece for piece in stream(demo_tokenizer, ids, SamplingParams()) if piece] == [
         "🙂",
         "中",
         "🙂",
     ]
 
 
-def test_broken_bytes_do_not_hold_the_stream_back_for_ever(tokenizer: Tokenizer) -> None:
+def test_broken_bytes_do_not_hold_the_stream_back_for_ever(demo_tokenizer: Tokenizer) -> None:
     broken = next(
-        token for token in range(tokenizer.vocab_size) if tokenizer.token_bytes(token) == b"\x80"
+        token
+        for token in range(demo_tokenizer.vocab_size)
+        if demo_tokenizer.token_bytes(token) == b"\x80"
     )
-    pieces = stream(tokenizer, [broken] * 500, SamplingParams())
+    pieces = stream(demo_tokenizer, [broken] * 500, SamplingParams())
     assert "".join(pieces) == "\ufffd" * 500
     assert len("".join(pieces[:400])) > 390
 
 
-def test_text_goes_on_where_the_prompt_ended(tokenizer: Tokenizer) -> None:
+def test_text_goes_on_where_the_prompt_ended(demo_tokenizer: Tokenizer) -> None:
     prompt, ids = (
-        tokenizer.encode("Hello wor"),
-        tokenizer.encode("ld again", add_special_tokens=False),
+        demo_tokenizer.encode("Hello wor"),
+        demo_tokenizer.encode("ld again", add_special_tokens=False),
     )
-    text = TextStream(tokenizer, SamplingParams(), prompt)
+    text = TextStream(demo_tokenizer, SamplingParams(), prompt)
     assert "".join([*(text.push(token) for token in ids), text.flush()]) == "ld again"
 
 
@@ -136,31 +154,31 @@ def test_an_unarmed_matcher_lets_a_stop_string_pass() -> None:
 
 @pytest.mark.parametrize(("keep", "want"), [(False, "Hello wor"), (True, "Hello world ag")])
 def test_a_stop_string_inside_a_token_run_cuts_the_text(
-    tokenizer: Tokenizer, keep: bool, want: str
+    demo_tokenizer: Tokenizer, keep: bool, want: str
 ) -> None:
     sampling = SamplingParams(stop=("ld ag",), no_stop_trim=keep)
-    text = OutputText(tokenizer, sampling)
-    ids = tokenizer.encode("Hello world again", add_special_tokens=False)
+    text = OutputText(demo_tokenizer, sampling)
+    ids = demo_tokenizer.encode("Hello world again", add_special_tokens=False)
     shown = "".join(text.push([token]) for token in ids)
     assert text.matched == "ld ag"
     assert shown == want
     assert text.push([], FinishReason(kind="stop", matched="ld ag")) == ""
 
 
-def test_the_same_text_comes_from_one_delta_as_from_many(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("one two three four", add_special_tokens=False)
+def test_the_same_text_comes_from_one_delta_as_from_many(demo_tokenizer: Tokenizer) -> None:
+    ids = demo_tokenizer.encode("one two three four", add_special_tokens=False)
     sampling = SamplingParams(stop=("thr", "four"), min_new_tokens=len(ids))
     finish = FinishReason(kind="stop", matched="four")
-    whole = OutputText(tokenizer, sampling).push(ids, finish)
-    pieces = OutputText(tokenizer, sampling)
+    whole = OutputText(demo_tokenizer, sampling).push(ids, finish)
+    pieces = OutputText(demo_tokenizer, sampling)
     assert "".join(pieces.push([token]) for token in ids) + pieces.push([], finish) == whole
     assert whole == "one two three "
 
 
-def test_the_token_that_ended_an_output_is_not_shown(tokenizer: Tokenizer) -> None:
-    (comma,) = tokenizer.encode(",", add_special_tokens=False)
-    ids = tokenizer.encode("one", add_special_tokens=False)
+def test_the_token_that_ended_an_output_is_not_shown(demo_tokenizer: Tokenizer) -> None:
+    (comma,) = demo_tokenizer.encode(",", add_special_tokens=False)
+    ids = demo_tokenizer.encode("one", add_special_tokens=False)
     finish = FinishReason(kind="stop", matched=comma)
-    assert OutputText(tokenizer, SamplingParams()).push([*ids, comma], finish) == "one"
-    kept = OutputText(tokenizer, SamplingParams(no_stop_trim=True))
+    assert OutputText(demo_tokenizer, SamplingParams()).push([*ids, comma], finish) == "one"
+    kept = OutputText(demo_tokenizer, SamplingParams(no_stop_trim=True))
     assert kept.push([*ids, comma], finish) == "one,"

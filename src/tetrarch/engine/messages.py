@@ -16,6 +16,8 @@ from tetrarch.core.errors import LaunchErrors, TetrarchError
 from tetrarch.engine.request import Delta, GenerateRequest
 
 __all__ = [
+    "INBOUND",
+    "OUTBOUND",
     "Abort",
     "ControlReply",
     "Flush",
@@ -31,6 +33,8 @@ __all__ = [
     "decode_outbound",
     "encode",
 ]
+
+INBOUND, OUTBOUND = "in", "out"  # sockets in the folder that both processes know
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import weakref
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -26,11 +27,12 @@ from tetrarch.config.plan import Plan
 from tetrarch.core.errors import ConfigError
 from tetrarch.core.progress import NoProgress, Progress
 from tetrarch.engine.connection import Connection
-from tetrarch.engine.messages import LoadProgress, Ready, StartFailed
+from tetrarch.engine.messages import INBOUND, OUTBOUND, LoadProgress, Ready, StartFailed
 
 __all__ = ["EngineProcess"]
 
-_LONGEST_SOCKET_PATH = 100  # the kernel takes 107 bytes
+_LONGEST_SOCKET_PATH = 107
+_GRACE_S = 5.0
 
 
 class EngineProcess:
@@ -39,31 +41,32 @@ class EngineProcess:
     Make a `Connection` or an `AsyncConnection` from it, at any time.
 
     Attributes:
-        inbound, outbound: Sockets of the connection.
+        inbound: Where a connection sends messages.
+        outbound: Where it receives batches.
         sentinel: A file descriptor that becomes readable when the child has ended.
     """
 
-    def __init__(self, plan: Plan, *, module: str = "tetrarch.engine.child") -> None:
-        """Start the child; `module` is another main program in tests.
+    def __init__(self, plan: Plan) -> None:
+        """Start the child, and return before it is ready.
 
         Raises:
             ConfigError: The temporary folder's path is too long for a socket.
         """
-        folder = tempfile.mkdtemp(prefix="tetrarch-")
+        folder = _socket_folder()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.inbound = self._bind(zmq.PUSH, f"{folder}/in")
-        self.outbound = self._bind(zmq.PULL, f"{folder}/out")
+        self.inbound = self._bind(zmq.PUSH, f"{folder}/{INBOUND}")
+        self.outbound = self._bind(zmq.PULL, f"{folder}/{OUTBOUND}")
         self._child = subprocess.Popen(
-            [sys.executable, "-P", "-m", module],  # -P: files of the working directory hide nothing
+            # -P: files in the working directory hide no module.
+            [sys.executable, "-P", "-m", "tetrarch.engine.child"],
             stdin=subprocess.PIPE,
             env={**os.environ, **dict(plan.process_env)},
         )
         self.sentinel, ended = os.pipe()
         watch = threading.Thread(target=_watch, args=(self._child, ended), daemon=True)
         watch.start()
-        self._end = weakref.finalize(
-            self, _end, self._child, self._context, folder, watch, self.sentinel
-        )
+        self._end = weakref.finalize(self, _end, self._child, folder, watch)
+        weakref.finalize(self, os.close, self.sentinel)  # a connection may watch it until then
         self._hand_over((folder, plan))
 
     @property
@@ -95,7 +98,10 @@ class EngineProcess:
                     return message
 
     def close(self) -> None:
-        """End the child and remove its sockets; once is enough."""
+        """End the child and remove its folder; once is enough, from any thread.
+
+        Whoever waits for the child, in `wait_ready` or in a connection, gets an `EngineDead`.
+        """
         self._end()
 
     def __enter__(self) -> Self:
@@ -110,14 +116,9 @@ class EngineProcess:
         self.close()
 
     def _bind(self, kind: int, path: str) -> zmq.Socket[bytes]:
-        if len(path.encode()) > _LONGEST_SOCKET_PATH:
-            raise ConfigError(
-                f"{path} is too long for a socket",
-                why=f"the kernel takes {_LONGEST_SOCKET_PATH} bytes",
-                fix="set TMPDIR to a shorter path, such as /tmp",
-            )
         socket = self._context.socket(kind)
         socket.set_hwm(0)  # requests queue in the scheduler, never here
+        socket.linger = 0
         socket.bind(f"ipc://{path}")
         return socket
 
@@ -146,27 +147,31 @@ class _Relay:
             self._label = ""
 
 
+def _socket_folder() -> str:
+    folder = tempfile.mkdtemp(prefix="tetrarch-")
+    if len(f"{folder}/{OUTBOUND}".encode()) > _LONGEST_SOCKET_PATH:
+        Path(folder).rmdir()
+        raise ConfigError(
+            f"{folder} is too long a path for a socket",
+            why=f"the kernel takes {_LONGEST_SOCKET_PATH} bytes",
+            fix="set TMPDIR to a shorter path, such as /tmp",
+        )
+    return folder
+
+
 def _watch(child: subprocess.Popen[bytes], ended: int) -> None:
     """Close the other end of the sentinel when the child has ended."""
     child.wait()
     os.close(ended)
 
 
-def _end(
-    child: subprocess.Popen[bytes],
-    context: zmq.Context[zmq.Socket[bytes]],
-    folder: str,
-    watch: threading.Thread,
-    sentinel: int,
-) -> None:
-    """Let the child go, by force after five seconds; leave nothing behind."""
+def _end(child: subprocess.Popen[bytes], folder: str, watch: threading.Thread) -> None:
+    """Let the child go, by force after a while; leave nothing behind."""
     assert child.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         child.stdin.close()
-    watch.join(timeout=5.0)
+    watch.join(timeout=_GRACE_S)
     if watch.is_alive():
         child.kill()
         watch.join()
-    os.close(sentinel)
-    context.destroy(linger=0)
     shutil.rmtree(folder, ignore_errors=True)

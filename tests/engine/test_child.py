@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The child's ends of the sockets; the whole child is in test_process.py."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from tetrarch.engine.child import Link, LinkProgress
+from tetrarch.engine.messages import (
+    INBOUND,
+    OUTBOUND,
+    Heartbeat,
+    LoadProgress,
+    Snapshot,
+    decode_outbound,
+    encode,
+)
+
+
+class Parent:
+    def __init__(self, folder: Path) -> None:
+        self._context = zmq.Context()
+        self.inbound, self.outbound = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+        self.inbound.bind(f"ipc://{folder}/{INBOUND}")
+        self.outbound.bind(f"ipc://{folder}/{OUTBOUND}")
+
+    def hear(self) -> list[Any]:
+        heard: list[Any] = []
+        while self.outbound.poll(200):
+            heard += decode_outbound(self.outbound.recv())
+        return heard
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Parent, Link]]:
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:  # pytest's own paths are long
+        parent, link = Parent(Path(folder)), Link(folder)
+        yield parent, link
+        link.close()
+        parent._context.destroy(linger=0)
+
+
+def test_all_that_has_arrived_is_taken_at_once(ends: tuple[Parent, Link]) -> None:
+    parent, link = ends
+    assert link.take(0.0) == []
+    sent = [encode(Snapshot(ticket=ticket)) for ticket in range(50)]
+    for data in sent:
+        parent.inbound.send(data)
+    time.sleep(0.05)
+    assert link.take(None) == sent
+
+
+def test_last_words_arrive_although_the_link_closes(ends: tuple[Parent, Link]) -> None:
+    parent, link = ends
+    message = LoadProgress(label="x", total=1, unit="bytes", done=1)
+    link.tell([message])
+    link.close()
+    assert parent.hear() == [message]
+
+
+def test_the_heart_beats_while_nobody_steps(
+    ends: tuple[Parent, Link],
+    make_bench: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parent, link = ends
+    monkeypatch.setattr("tetrarch.engine.child._BEAT_S", 0.01)
+    bench = make_bench()
+    bench.add("a", [3, 4, 5])
+    link.keep_telling(bench.engine)
+    time.sleep(0.1)
+    link.close()
+    heard = parent.hear()
+    assert len(heard) > 2
+    assert all(isinstance(beat, Heartbeat) and beat.num_waiting == 1 for beat in heard)
+
+
+def test_progress_is_told_a_few_times_and_always_to_the_end(ends: tuple[Parent, Link]) -> None:
+    parent, link = ends
+    progress = LinkProgress(link)
+    progress.start("loading", 1000, "bytes")
+    for _ in range(1000):
+        progress.advance()
+    progress.finish()
+    heard = parent.hear()
+    assert len(heard) < 20
+    assert (heard[0].done, heard[0].total) == (0, 1000)
+    assert (heard[-1].done, heard[-1].finished) == (1000, True)
