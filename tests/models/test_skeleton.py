@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -41,3 +42,11 @@ def test_latent_attention_keeps_one_compressed_head(
     assert {(s.latent, s.num_kv_heads, s.key_dim, s.value_dim) for s in sites} == {
         (False, 2, 16, 16)
     }
+
+
+def test_a_training_loss_left_on_in_the_config_is_turned_off(
+    tiny: ModuleType, tmp_path: Path
+) -> None:
+    tiny.tiny_config("mixtral", output_router_logits=True).save_pretrained(tmp_path)
+    model = read_skeleton(str(tmp_path), dtype=torch.bfloat16).model
+    assert vars(model.config)["output_router_logits"] is False

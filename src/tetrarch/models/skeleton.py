@@ -92,13 +92,16 @@ def swap_module(model: nn.Module, path: str, module: nn.Module) -> nn.Module:
 
 def _read_config(path: str) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"cannot read the model configuration in {path!r}",
             why=str(error).splitlines()[0],
             fix="name a folder with the config.json of a model that transformers knows",
         ) from error
+    if "output_router_logits" in vars(config):
+        config.output_router_logits = False  # a training loss over all tokens, at every step
+    return config
 
 
 def _refuse_by_config(config: PreTrainedConfig) -> None:
