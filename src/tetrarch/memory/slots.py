@@ -9,6 +9,7 @@ written, never replaced.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from enum import StrEnum
 
 import torch
@@ -49,8 +50,10 @@ class SlotTable(Mapping[str, Tensor]):
                 fix="declare the buffer in the runner's weight_specs or scratch_specs",
             )
         with torch.inference_mode(mode=False):  # inference tensors reject in-place writes later
-            self._tensors[name], self._specs[name] = spec.empty(), spec
-        return self._tensors[name]
+            tensor = spec.empty()
+        # "cuda" becomes "cuda:0" once there is a tensor; later writes are compared with that.
+        self._tensors[name], self._specs[name] = tensor, replace(spec, device=tensor.device)
+        return tensor
 
     @torch.no_grad()
     def write_(self, name: str, value: Tensor) -> None:
