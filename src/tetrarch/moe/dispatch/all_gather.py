@@ -19,7 +19,7 @@ class AllGather:
             raise Unsupported(
                 f"all_gather over {spec.num_experts // spec.num_local_experts} ranks",
                 why="expert parallelism is not built yet",
-                fix="serve with --ep 1",
+                fix="--ep-size 1",
             )
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
