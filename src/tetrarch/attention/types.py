@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What paged attention needs to know about one step.
-
-Letters: T tokens of the flattened batch, R sequences, P pages of the longest sequence.
-"""
+"""What paged attention needs to know: T tokens, R sequences, P pages of the longest one."""
 
 from __future__ import annotations
 
@@ -15,10 +12,9 @@ __all__ = ["AttentionInputs", "AttentionSite"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionInputs:
-    """Where new keys and values go, and which ones each sequence sees.
+    """One step: sequence r owns query rows `cu_seqlens_q[r]` to `cu_seqlens_q[r + 1]`.
 
-    Sequences come in step order; sequence r owns query rows `cu_seqlens_q[r]` to
-    `cu_seqlens_q[r + 1]`, the last `q_len` positions of its `kv_lens[r]` keys.
+    They are the last `q_lens[r]` positions of its `kv_lens[r]` keys, in step order.
     """
 
     write_at: Tensor  # (T,) int64, flat slot in the pool: page * page_size + offset
@@ -31,15 +27,11 @@ class AttentionInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSite:
-    """One attention layer of the model: what its pages hold.
-
-    Plain attention stores keys and values; latent attention (MLA) stores the compressed
-    latent as `key` and the rotary part as `value`, each with one head.
-    """
+    """One attention layer: what its pages hold, keys and values, or of MLA latent and rotary."""
 
     index: int  # position among the attention layers
     name: str  # the HF module's path
-    num_kv_heads: int
+    num_kv_heads: int  # 1 for MLA
     key_dim: int
     value_dim: int
-    latent: bool
+    latent: bool  # MLA
