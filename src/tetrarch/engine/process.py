@@ -33,6 +33,7 @@ __all__ = ["EngineProcess"]
 
 _LONGEST_SOCKET_PATH = 107
 _GRACE_S = 5.0
+_STDERR = 2
 
 
 class EngineProcess:
@@ -60,6 +61,7 @@ class EngineProcess:
             # -P: files in the working directory hide no module.
             [sys.executable, "-P", "-m", "tetrarch.engine.child"],
             stdin=subprocess.PIPE,
+            stdout=_STDERR,  # what libraries print must not mix with a command's output
             env={**os.environ, **dict(plan.process_env)},
         )
         self.sentinel, ended = os.pipe()

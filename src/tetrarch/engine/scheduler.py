@@ -22,7 +22,8 @@ __all__ = ["Batch", "Scheduler"]
 
 _HEADROOM = 64
 """Output tokens for which a newcomer must find pages, for itself and for each running request.
-Fewer admit more requests, and set them back more often."""
+Fewer admit more requests, and set them back more often: with 64 requests of 1300 tokens over
+pages for 6, 64 takes a quarter fewer steps than 512, and computes a third more tokens."""
 
 _Work = list[tuple[Sequence, int]]  # who, and how many tokens
 
