@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The house rules that a linter cannot state. Each failure names the file, the line and the rule."""
+"""The house rules that a linter cannot state; a failure names the file, the line and the rule."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import msgspec
 from tetrarch.config.cli import read_keywords
 from tetrarch.config.launch import plan_launch
 from tetrarch.config.plan import Plan
-from tetrarch.core.errors import EngineDead, RequestError
+from tetrarch.core.errors import RequestError
 from tetrarch.core.progress import NoProgress, Progress
 from tetrarch.engine.connection import Connection
 from tetrarch.engine.messages import Abort
@@ -160,9 +160,7 @@ class LLM:
                         if delta.finish is not None:
                             del pending[delta.rid]
                             shown.advance()
-        except EngineDead:
-            raise
-        except BaseException:  # a refused request, or Ctrl-C: the others must not run on
+        except (RequestError, KeyboardInterrupt):  # the others must not run on
             for rid in pending:
                 self._connection.send(Abort(rid=rid, quiet=True))
             raise

@@ -18,11 +18,12 @@ from tetrarch.config.resolve_host import resolve_threads
 @pytest.mark.parametrize(
     ("arch", "cores", "world", "threads"),
     [
-        (Arch.CPU, 16, 1, 16),
-        (Arch.CPU, 16, 4, 4),
+        (Arch.CPU, 16, 1, 15),
+        (Arch.CPU, 17, 4, 4),
+        (Arch.CPU, 2, 1, 1),
         (Arch.CPU, 1, 2, 1),
         (Arch.SM90, 96, 1, 8),
-        (Arch.SM90, 4, 1, 4),
+        (Arch.SM90, 5, 1, 4),
     ],
 )
 def test_ranks_share_the_physical_cores(

@@ -70,24 +70,25 @@ def build_batch(
         chain.from_iterable(seq.token_ids for seq in seqs), np.int64, num_tokens
     )
 
-    def tensor(array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
     return ForwardBatch(
-        token_ids=tensor(token_ids),
-        positions=tensor(positions),
+        token_ids=_tensor(token_ids, device),
+        positions=_tensor(positions, device),
         attn=AttentionInputs(
-            write_at=tensor(write_at),
-            cu_seqlens_q=tensor(cu_seqlens),
-            kv_lens=tensor(kv_lens.astype(np.int32)),
-            page_table=tensor(page_table),
+            write_at=_tensor(write_at, device),
+            cu_seqlens_q=_tensor(cu_seqlens, device),
+            kv_lens=_tensor(kv_lens.astype(np.int32), device),
+            page_table=_tensor(page_table, device),
             q_lens=q_lens,
             kv_lens_host=tuple(kv_lens.tolist()),
         ),
-        logits_at=tensor(_logits_at(seqs, cu_seqlens)),
+        logits_at=_tensor(_logits_at(seqs, cu_seqlens), device),
         num_tokens=num_tokens,
         rank_tokens=step.rank_tokens,
     )
+
+
+def _tensor(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device)
 
 
 def _page_table(
