@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every endpoint of one server shares. Made once, handed to the handlers."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tetrarch.config.plan import Plan
+from tetrarch.engine.text import Tokenizer
+from tetrarch.serve.client import EngineClient
+from tetrarch.serve.metrics import Metrics
+
+__all__ = ["Door", "new_rid"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Door:
+    """One server.
+
+    Attributes:
+        created: Unix time of the start; constant, so that a model's card is.
+        chat_defaults: Sampling parameters of chats that name none, under the engine's names.
+    """
+
+    plan: Plan
+    client: EngineClient
+    tokenizer: Tokenizer
+    metrics: Metrics
+    chat_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def weight_version(self) -> str:
+        """Version of the weights that a request sent now would see."""
+        return str(self.client.facts().get("weight_version", "default"))
+
+
+def new_rid(prefix: str = "") -> str:
+    """Return an id that no other request has."""
+    return prefix + uuid.uuid4().hex

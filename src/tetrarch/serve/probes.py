@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is it alive, what is it doing: health, readiness, load and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tetrarch.core.errors import TetrarchError
+from tetrarch.engine.request import GenerateRequest, SamplingParams
+from tetrarch.serve.body import json_response
+from tetrarch.serve.door import Door, new_rid
+from tetrarch.serve.errors import RETRY_AFTER_S
+from tetrarch.serve.outputs import generate
+
+__all__ = ["health", "health_generate", "loads", "metrics"]
+
+PROBE_TIMEOUT_S = 20.0
+"""A probe that sees no token for so long answers 503."""
+
+
+async def health(door: Door, _: Request) -> Response:
+    """Say whether the engine lives: 200 or 503, at once, without a forward."""
+    return _status(is_healthy=door.client.is_alive)
+
+
+async def health_generate(door: Door, http: Request) -> Response:
+    """Run one token through the engine: 200 when any output has been seen since, else 503."""
+    before = door.client.num_deltas
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            await _probe(door, http)
+    except (TimeoutError, TetrarchError):
+        # A server with a long queue is healthy as long as tokens come out of it.
+        return _status(is_healthy=door.client.is_alive and door.client.num_deltas > before)
+    return _status(is_healthy=True)
+
+
+async def _probe(door: Door, http: Request) -> None:
+    rid = new_rid("HEALTH_CHECK_")
+    request = GenerateRequest(
+        rid=rid,
+        prompt_ids=(0,),
+        sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
+        is_probe=True,
+    )
+    async with generate(door, http, rid=rid, requests=[request]) as generation:
+        await generation.complete()
+
+
+def _status(*, is_healthy: bool) -> Response:
+    if is_healthy:
+        return Response(status_code=200)
+    return Response(status_code=503, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+async def loads(door: Door, _: Request) -> Response:
+    """Report how much the engine has to do, one entry a data-parallel rank."""
+    load, client = door.client.load, door.client
+    # What was sent a moment ago is not in the engine's last report, but it is there.
+    num_waiting = max(load.num_waiting, client.num_pending - load.num_running)
+    entry: dict[str, Any] = {
+        "dp_rank": 0,
+        "num_running_reqs": load.num_running,
+        "num_waiting_reqs": num_waiting,
+        "num_total_reqs": load.num_running + num_waiting,
+        "num_used_tokens": load.num_used_tokens,
+        "num_cached_tokens": load.num_cached_tokens,
+        "max_total_num_tokens": load.max_total_tokens,
+        "token_usage": load.num_used_tokens / max(load.max_total_tokens, 1),
+        "gen_throughput": door.metrics.throughput.rate,
+    }
+    return json_response({"dp_rank_count": 1, "loads": [entry]})
+
+
+async def metrics(door: Door, _: Request) -> Response:
+    """Report counters in Prometheus' text format."""
+    return Response(door.metrics.render(door.client.load), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/reference/http.md, read off the routes and the types of their bodies."""
+
+from __future__ import annotations
+
+from inspect import getdoc
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from tetrarch.engine.request import SamplingParams
+from tetrarch.serve.fields import NATIVE_LATER, OPENAI_LATER, SamplingFields, StreamOptions
+from tetrarch.serve.openai_types import OpenAIBody
+from tetrarch.serve.routes import ROUTES, Access, Route
+
+__all__ = ["markdown"]
+
+_RULES = """\
+- Bodies are JSON. Under `/v1/` the content type must say so. A missing body means `{}`, a null
+  means the default, an unknown key at the top level is ignored.
+- Bare `NaN` and `Infinity`, and integers of more than 64 bits, are refused.
+- A request is refused with 400, and the message names the key and its bound. Under `/v1/` the
+  body is `{"object": "error", "message", "type", "param", "code"}`, elsewhere
+  `{"error": {"message", "type", "param", "code"}}`.
+- 503 with `Retry-After` means that the engine is loading, stopping or gone.
+- A stream is `data: <one line of JSON>` and an empty line, event by event, and `data: [DONE]` at
+  the end. There are no comments and no pings. A failure after the start is an event with a
+  top-level `error`. The first event is awaited before the status line.
+- A client that hangs up ends its request, streaming or not.
+- A trailing slash does not matter.
+- `--api-key` is a bearer token for everything except probes. With `--admin-api-key`, control
+  endpoints take that key and no other: 401 without a key, 403 with the lesser one."""
+
+_ACCESS = {
+    Access.OPEN: "open to everybody",
+    Access.KEY: "API key",
+    Access.CONTROL: "admin key, or the API key where there is no admin key",
+}
+
+
+def markdown() -> str:
+    """Return the page."""
+    parts = ["# HTTP", _RULES, "## Endpoints", _summary()]
+    parts += [_endpoint(route) for route in ROUTES if route.body is not None]
+    parts += [
+        "## Shared fields of `/v1/completions` and `/v1/chat/completions`",
+        _fields(OpenAIBody, without=()),
+        "Not supported yet, and refused unless the value asks for nothing: "
+        f"{_names(OPENAI_LATER)}.",
+        "## `sampling_params` of `/generate`",
+        _sampling(),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _summary() -> str:
+    rows = ["| methods | path | also | what | key |", "| --- | --- | --- | --- | --- |"]
+    for route in ROUTES:
+        path, *also = (f"`{path}`" for path in route.paths)
+        what = (getdoc(route.handler) or "").partition("\n")[0]
+        cells = (", ".join(route.methods), path, ", ".join(also), what, _ACCESS[route.access])
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _endpoint(route: Route) -> str:
+    assert route.body is not None
+    is_openai = issubclass(route.body, OpenAIBody)
+    parts = [
+        f"## `{route.methods[0]} {route.paths[0]}`",
+        getdoc(route.handler) or "",
+        _fields(route.body, without=OpenAIBody.__struct_fields__ if is_openai else ()),
+    ]
+    if route.paths[0] == "/generate":
+        parts.append(f"Not supported yet: {_names(NATIVE_LATER)}.")
+    return "\n\n".join(parts)
+
+
+def _fields(kind: type[msgspec.Struct], *, without: tuple[str, ...]) -> str:
+    rows = ["| field | type | |", "| --- | --- | --- |"]
+    plain, annotated = get_type_hints(kind), get_type_hints(kind, include_extras=True)
+    for name in kind.__struct_fields__:
+        if name not in without:
+            rows.append(f"| `{name}` | {_type(plain[name])} | {_about(annotated[name])} |")
+    return "\n".join(rows)
+
+
+def _type(hint: Any) -> str:
+    """Return a type as text, without null, which every optional field takes."""
+    is_union = get_origin(hint) in (Union, UnionType)
+    members = [each for each in get_args(hint) if each is not NoneType] if is_union else [hint]
+    words = [
+        each.__name__ if isinstance(each, type) and not get_args(each) else str(each)
+        for each in members
+    ]
+    text = " or ".join(words).replace("typing.", "").replace("None", "null")
+    text = text.replace("|", "\\|")
+    return f"`{text.replace(StreamOptions.__name__, 'object').replace('Any', 'any')}`"
+
+
+def _about(hint: Any) -> str:
+    return next(
+        (extra.description or "" for extra in get_args(hint)[1:] if type(extra) is msgspec.Meta),
+        "",
+    )
+
+
+def _names(names: frozenset[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
+def _sampling() -> str:
+    """Every key of the engine, with its default and what `/v1/` says about it."""
+    hints = get_type_hints(SamplingFields, include_extras=True)
+    theirs = {"min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+    rows = ["| key | default | |", "| --- | --- | --- |"]
+    defaults = msgspec.structs.asdict(SamplingParams())
+    for name, default in defaults.items():
+        about = _about(hints.get(theirs.get(name, name)))
+        shown = msgspec.json.encode(default).decode()
+        rows.append(f"| `{name}` | `{shown}` | {about} |")
+    return "\n".join(rows)

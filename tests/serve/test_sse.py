@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server-sent events, byte for byte."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from tetrarch.core.errors import EngineDead
+from tetrarch.serve.sse import EventStream, event
+
+DEATH = EngineDead("gone", why="killed", fix="restart")
+
+
+def sent(events: AsyncGenerator[bytes, None], *, flat: bool = True) -> tuple[Any, bytes]:
+    """Run a stream to its end; return its start and its body."""
+    messages: list[Any] = []
+
+    async def send(message: Any) -> None:
+        messages.append(message)
+
+    async def run() -> None:
+        stream = await EventStream.open(events, flat=flat)
+        await stream({}, send, send)  # type: ignore[arg-type]
+
+    asyncio.run(run())
+    assert [message.get("more_body") for message in messages[1:-1]] == [True] * len(messages[1:-1])
+    return messages[0], b"".join(message["body"] for message in messages[1:])
+
+
+def test_an_event_is_one_line_of_json() -> None:
+    assert event({"text": "two\nlines"}) == b'data: {"text":"two\\nlines"}\n\n'
+
+
+def test_a_stream_is_events_and_done() -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield event(1)
+        yield event(2) + event(3)
+
+    start, body = sent(events())
+    assert body == b"data: 1\n\ndata: 2\n\ndata: 3\n\ndata: [DONE]\n\n"
+    headers = dict(start["headers"])
+    assert headers[b"content-type"].startswith(b"text/event-stream")
+    assert b"content-length" not in headers
+
+
+def test_a_failure_before_the_first_event_is_raised() -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        raise DEATH
+        yield b""
+
+    with pytest.raises(EngineDead):
+        asyncio.run(EventStream.open(events(), flat=True))
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_failure_on_the_way_is_an_event(flat: bool) -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield event(1)
+        raise DEATH
+
+    _, body = sent(events(), flat=flat)
+    lines = body.split(b"\n\n")
+    assert lines[1].startswith(b'data: {"error":{')
+    assert (b'"object":"error"' in lines[1]) is flat
+    assert b'"code":503' in lines[1]
+    assert lines[2] == b"data: [DONE]"
+
+
+def test_a_client_that_goes_closes_the_generator() -> None:
+    closed: list[bool] = []
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        try:
+            yield event(1)
+            yield event(2)
+        finally:
+            closed.append(True)
+
+    async def broken(_: Any) -> None:
+        raise OSError
+
+    async def run() -> None:
+        stream = await EventStream.open(events(), flat=True)
+        await stream({}, broken, broken)  # type: ignore[arg-type]
+
+    with pytest.raises(OSError):
+        asyncio.run(run())
+    assert closed == [True]
