@@ -16,6 +16,7 @@ from torch import Tensor
 from tetrarch.config.plan import QuantPlan
 from tetrarch.core.progress import Progress
 from tetrarch.models.build import Model
+from tetrarch.models.faults import Fault, Faults
 from tetrarch.models.formats import StoredWeight
 from tetrarch.models.names import ExpertDestination
 from tetrarch.models.parts import PartCollector, Parts, assemble, decode
@@ -62,6 +63,7 @@ def load_weights(
             progress.advance(source.headers[name].num_bytes)
     finally:
         progress.finish()
+    writer.check_finished(source.name)
     return LoadReport(
         source=source.name,
         num_tensors=len(names),
@@ -103,6 +105,13 @@ class _Writer:
         self._model.weights.write_(to.name, decode(value, slot.dtype))
         self.num_dense += 1
 
+    def check_finished(self, source: str) -> None:
+        """Raise if the source promised tensors that it did not yield."""
+        faults = Faults()
+        for name in self._collector.unfinished():
+            faults.add(Fault.MISSING, name)
+        faults.raise_any(source)
+
     def _stage(self, to: ExpertDestination, weight: StoredWeight, parts: Parts) -> None:
         layer = self._model.experts[to.layer]
         ignored = to.layer in self._model.ignored
@@ -121,7 +130,7 @@ class _Writer:
     def _put(
         self, stager: ExpertStager, to: ExpertDestination, value: Tensor | Nvfp4Matrix
     ) -> None:
-        if isinstance(value, Nvfp4Matrix):
+        if isinstance(value, Nvfp4Matrix):  # never several in one tensor: `place` refuses those
             assert to.part is not None
             assert to.expert is not None
             stager.put(to.part, to.expert, value)

@@ -31,23 +31,26 @@ class PartCollector:
 
     def __init__(self, weights: Iterable[StoredWeight]) -> None:
         """Expect these weights."""
+        self._expected = {weight.name: weight for weight in weights}
         self._place = {
-            tensor: (weight, part) for weight in weights for part, tensor in weight.parts.items()
+            tensor: (weight.name, part)
+            for weight in self._expected.values()
+            for part, tensor in weight.parts.items()
         }
         self._waiting: dict[str, Parts] = {}
 
     def add(self, name: str, tensor: Tensor) -> tuple[StoredWeight, Parts] | None:
         """Take one tensor; return its weight with all parts if this was the last of them."""
-        weight, part = self._place[name]
-        parts = self._waiting.setdefault(weight.name, {})
+        owner, part = self._place[name]
+        parts = self._waiting.setdefault(owner, {})
         parts[part] = tensor
-        if len(parts) < len(weight.parts):
+        if len(parts) < len(self._expected[owner].parts):
             return None
-        return weight, self._waiting.pop(weight.name)
+        return self._expected.pop(owner), self._waiting.pop(owner)
 
     def unfinished(self) -> list[str]:
-        """Return the weights of which only some parts have come."""
-        return list(self._waiting)
+        """Return the weights that are not whole yet."""
+        return list(self._expected)
 
 
 def assemble(

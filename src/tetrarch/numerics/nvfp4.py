@@ -9,7 +9,8 @@ exact mode bit for bit (`docs/numerics.md`). What is not a number or not finite:
 
 * a magnitude that is NaN does not count towards a block's or a row's largest; its code is +6;
 * a block of nothing but NaN has the block scale NaN (0x7F);
-* an infinite element makes its block scale 448 and saturates; its row's token scale is 1;
+* an infinite element makes its block scale 448 and saturates; its row's token scale is 1, and so
+  is that of a row of nothing but NaN;
 * -0, and a negative that rounds to zero, keep their sign (code 8), except in an all-zero block
   under 4-over-6; a row of zeros has the token scale 0;
 * a block scale may round to zero, also in a block that is not all zero: it decodes to zero.
@@ -43,6 +44,7 @@ __all__ = [
     "fake_quant",
     "fake_quant_per_token",
 ]
+
 
 def encode(
     values: Tensor,

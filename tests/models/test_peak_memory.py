@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading needs the finished model, one packed layer and one expert's raw matrices."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tetrarch.core.units import MIB
+from tetrarch.numerics.contract import Quantization
+
+NUM_LAYERS, NUM_EXPERTS, HIDDEN, INTERMEDIATE = 4, 32, 512, 256
+RAW_EXPERT = 3 * HIDDEN * INTERMEDIATE * 2  # BF16
+SLACK = 2 * MIB  # chunks of the encoder's FP32 temporaries, and Python's own objects
+
+# After every torch operation: memory of this process that is not a mapped file, in a process of
+# its own, so that nothing freed earlier can be reused unseen.
+CHILD = """
+import json, os, pickle, sys
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from tetrarch.core.progress import NoProgress
+from tetrarch.models.build import build_model
+from tetrarch.models.load import load_weights
+from tetrarch.models.sources import SafetensorsSource, TensorSource
+
+statm = os.open("/proc/self/statm", os.O_RDONLY)
+
+def anonymous():
+    _, resident, shared, *_ = map(int, os.pread(statm, 100, 0).split())
+    return (resident - shared) * os.sysconf("SC_PAGESIZE")
+
+class Watch(TorchDispatchMode):
+    peak = 0
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        self.peak = max(self.peak, anonymous())
+        return result
+
+def load(model, source, plan):
+    load_weights(model, source, plan=plan.quant, progress=NoProgress())
+
+(small, plan), hoard = pickle.load(sys.stdin.buffer), sys.argv[1] == "hoard"
+torch.set_num_threads(1)
+load(build_model(small), SafetensorsSource(small.model.path), small)  # code, caches, lazy imports
+source = SafetensorsSource(plan.model.path)
+before = anonymous()
+model = build_model(plan)  # memory that nobody has written to is not counted
+with Watch() as watch:
+    if hoard:
+        source = TensorSource({name: t.clone() for name, t in source.read(source.headers)})
+    load(model, source, plan)
+experts = [layer.weights for layer in model.experts.values()]
+print(json.dumps({
+    "peak": watch.peak - before,
+    "final": sum(table.num_bytes for table in (model.weights, *experts)),
+    "layer": experts[0].num_bytes,
+}))
+"""
+
+
+def write_checkpoint(small: Path, folder: Path) -> Path:
+    """Write 50 million expert weights in FP8 blocks; every layer and expert holds the same."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in load_file(small / "model.safetensors").items():
+        for layer in range(NUM_LAYERS) if ".layers." in name else (0,):
+            here = name.replace("layers.0.", f"layers.{layer}.")
+            if ".experts." not in name:
+                router = name.endswith("mlp.gate.weight")
+                tensors[here] = value.repeat(NUM_EXPERTS // 2, 1) if router else value.clone()
+            for expert in range(NUM_EXPERTS) if ".experts.0." in name else ():
+                each = here.replace("experts.0.", f"experts.{expert}.")
+                tensors[each] = value.to(torch.float8_e4m3fn)
+                tensors[f"{each}_scale_inv"] = torch.ones([size // 128 for size in value.shape])
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((small / "config.json").read_text())
+    config |= {"num_hidden_layers": NUM_LAYERS, "num_local_experts": NUM_EXPERTS}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_loading_needs_the_model_one_layer_and_one_expert(lab: Any, tmp_path: Path) -> None:
+    """A loader that holds what it reads needs twice that: the negative control."""
+    sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": INTERMEDIATE}
+    small = lab.tiny("qwen3_moe", num_hidden_layers=1, num_experts=2, **sizes)
+    large = write_checkpoint(small, tmp_path)
+    contract = {"quantization": Quantization.NVFP4_ONLINE, "decoded_cache": False}
+    plans = pickle.dumps([lab.plan(path, **contract) for path in (small, large)])
+    found: dict[str, dict[str, int]] = {}
+    for loader in ("ours", "hoard"):
+        child = subprocess.run(
+            [sys.executable, "-c", CHILD, loader],
+            input=plans,
+            stdout=subprocess.PIPE,
+            check=True,
+            # A large block goes back to the system as soon as it is freed.
+            env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},
+        )
+        found[loader] = json.loads(child.stdout)
+        print(found)
+    ours = found["ours"]
+    limit = ours["final"] + ours["layer"] + RAW_EXPERT + SLACK
+    assert ours["peak"] <= limit < found["hoard"]["peak"]

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every tolerance of the tests has a name and a reason. Where none is used, bits must be equal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["EXTRA_FP32_ROUNDING", "RECIPROCAL_SCALE", "SGLANG_FP8_IN_FP16", "Tolerance", "assert_close"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far two results may be apart: `|actual - expected| <= atol + rtol * |expected|`."""
+
+    rtol: float
+    atol: float
+    reason: str
+
+
+EXTRA_FP32_ROUNDING = Tolerance(
+    rtol=2.0**-23,
+    atol=0.0,
+    reason="the peer rounds block_scale * global_scale to FP32 before it multiplies the code",
+)
+
+RECIPROCAL_SCALE = Tolerance(
+    rtol=2.0**-22,
+    atol=0.0,
+    reason="an encode scale and a decode scale are reciprocals, each rounded to FP32",
+)
+
+SGLANG_FP8_IN_FP16 = Tolerance(
+    rtol=2.0**-8,
+    atol=2.0**-25,
+    reason="where the scale has no dimension SGLang rounds the product to FP16, whose subnormals "
+    "are 2**-24 apart, and then to BF16; we round once",
+)
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: Tolerance) -> None:
+    """Compare within a named tolerance; the failure quotes its reason."""
+    torch.testing.assert_close(
+        actual,
+        expected,
+        rtol=tolerance.rtol,
+        atol=tolerance.atol,
+        msg=lambda text: f"{text}\nallowed because {tolerance.reason}",
+    )
