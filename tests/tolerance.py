@@ -8,7 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["EXTRA_FP32_ROUNDING", "RECIPROCAL_SCALE", "SGLANG_FP8_IN_FP16", "Tolerance", "assert_close"]
+__all__ = [
+    "EXTRA_FP32_ROUNDING",
+    "RECIPROCAL_SCALE",
+    "SGLANG_FP8_IN_FP16",
+    "Tolerance",
+    "assert_close",
+]
 
 
 @dataclass(frozen=True, slots=True)

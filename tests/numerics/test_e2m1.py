@@ -18,7 +18,8 @@ TIES = {0.25: 0, 0.75: 2, 1.25: 2, 1.75: 4, 2.5: 4, 3.5: 6, 5.0: 6}
 def nearest(magnitude: float) -> float:
     """The definition: the nearest value, of two equally near the one with the even code."""
     distance = {
-        (abs(min(magnitude, 6.0) - value), code % 2): value for code, value in enumerate(E2M1_MAGNITUDES)
+        (abs(min(magnitude, 6.0) - value), code % 2): value
+        for code, value in enumerate(E2M1_MAGNITUDES)
     }
     return distance[min(distance)]
 

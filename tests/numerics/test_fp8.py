@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tolerance import SGLANG_FP8_IN_FP16, assert_close
 from torch import Tensor
 
 from tetrarch.core.errors import ShapeError
 from tetrarch.numerics.fp8 import decode_block, decode_tensor, round_to_e4m3
+from tolerance import SGLANG_FP8_IN_FP16, assert_close
 
 E4M3 = torch.float8_e4m3fn
 
