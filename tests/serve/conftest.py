@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import uvicorn
 
@@ -30,6 +31,7 @@ from tetrarch.engine.messages import (
 from tetrarch.engine.request import Delta, FinishReason, GenerateRequest, WeightSpan
 from tetrarch.engine.stream import OutputText
 from tetrarch.engine.text import Tokenizer, load_tokenizer
+from tetrarch.engine.validation import Limits
 from tetrarch.executor.step import TokenLogprob
 from tetrarch.serve.app import build_app
 from tetrarch.serve.client import EngineClient
@@ -59,11 +61,27 @@ class ScriptedEngine:
         self.answer = ANSWER
         self.pause = False
         self.silent = False
+        self.refuse_with: FinishReason | None = None
         self.requests: list[GenerateRequest] = []
         self.aborts: list[Abort] = []
         self._inbox: list[Inbound] = []
         self._running: dict[str, _Sequence] = {}
         self._dead = False
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the real engine says when it is ready, as far as the server reads it."""
+        limits = Limits(
+            vocab_size=VOCAB,
+            context_len=self.context_len,
+            max_tokens=self.context_len,
+            has_text=True,
+        )
+        return {
+            "limits": msgspec.to_builtins(limits),
+            "memory": {"weights": 10**9, "kv_cache": 2 * 10**9},
+            "weight_version": "v7",
+        }
 
     def send(self, message: Inbound) -> None:
         if self._dead:
@@ -101,15 +119,8 @@ class ScriptedEngine:
         return []
 
     def _add(self, request: GenerateRequest) -> list[Outbound]:
-        length = len(request.prompt_ids)
-        refusal = None
-        if length >= self.context_len:
-            refusal = f"input_ids has {length} tokens, and at most {self.context_len - 1} are served"
-        if max(request.prompt_ids) >= VOCAB:
-            refusal = f"input_ids must be token ids from 0 to {VOCAB - 1}"
-        if refusal is not None:
-            finish = FinishReason(kind="abort", message=refusal, status=400, param="input_ids")
-            return [Delta(rid=request.rid, finish=finish)]
+        if self.refuse_with is not None:
+            return [Delta(rid=request.rid, finish=self.refuse_with)]
         self._running[request.rid] = _Sequence(request, self)
         return []
 
@@ -117,9 +128,7 @@ class ScriptedEngine:
         chosen = [
             rid
             for rid in self._running
-            if abort.everything
-            or rid == abort.rid
-            or (abort.prefix and rid.startswith(abort.rid))
+            if abort.everything or rid == abort.rid or (abort.prefix and rid.startswith(abort.rid))
         ]
         finish = FinishReason(kind="abort", message="aborted by the client")
         deltas: list[Outbound] = [self._running.pop(rid).delta((), finish) for rid in chosen]
@@ -237,7 +246,7 @@ class ScriptedServer:
         self._loop.close()
 
     def make_ready(self) -> None:
-        ready = Ready(payload={"memory": {"weights": 10**9}})
+        ready = Ready(payload=self.engine.facts)
         self.call(lambda: self._start(ready))
 
     def _start(self, ready: Ready) -> None:

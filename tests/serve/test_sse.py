@@ -81,12 +81,12 @@ def test_a_client_that_goes_closes_the_generator() -> None:
             closed.append(True)
 
     async def broken(_: Any) -> None:
-        raise OSError
+        raise BrokenPipeError
 
     async def run() -> None:
         stream = await EventStream.open(events(), flat=True)
         await stream({}, broken, broken)  # type: ignore[arg-type]
 
-    with pytest.raises(OSError):
+    with pytest.raises(BrokenPipeError):
         asyncio.run(run())
     assert closed == [True]

@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
 from typing import Any, Protocol
 
-from tetrarch.core.errors import EngineDead, RequestError, TetrarchError
+import msgspec
+
+from tetrarch.core.errors import EngineDead, RequestError
 from tetrarch.engine.messages import Abort, ControlReply, Heartbeat, Inbound, Outbound, Ready
 from tetrarch.engine.request import Delta, GenerateRequest
+from tetrarch.engine.validation import Limits
+from tetrarch.serve.mailbox import Mailbox
 
-__all__ = ["EngineClient", "Link", "Mailbox", "State"]
+__all__ = ["EngineClient", "Link", "State"]
 
 STALE_S = 20.0
 """Without a heartbeat for so long the engine counts as dead until it speaks again."""
 
+_NONE: Mapping[str, Sequence[str]] = {}
 _NO_LOAD = Heartbeat(
     num_running=0,
     num_waiting=0,
@@ -55,62 +60,22 @@ class State(StrEnum):
     DEAD = "dead"
 
 
-class Mailbox:
-    """What the engine says about the outputs of one HTTP request."""
-
-    def __init__(self, rids: Sequence[str], release: Callable[[Mailbox], None]) -> None:
-        self.open = set(rids)
-        self._release = release
-        self._deltas: list[Delta] = []
-        self._failure: TetrarchError | None = None
-        self._news = asyncio.Event()
-
-    def put(self, delta: Delta) -> None:
-        """Deliver."""
-        if delta.finish is not None:
-            self.open.discard(delta.rid)
-        self._deltas.append(delta)
-        self._news.set()
-
-    def fail(self, error: TetrarchError) -> None:
-        """Make `take` raise, once what has arrived is taken."""
-        self._failure = error
-        self._news.set()
-
-    async def take(self) -> list[Delta]:
-        """Wait for news and take all of it, so that a slow reader gets fewer, larger pieces.
-
-        Raises:
-            TetrarchError: What `fail` was given.
-        """
-        while not self._deltas:
-            if self._failure is not None:
-                raise self._failure
-            self._news.clear()
-            await self._news.wait()
-        deltas, self._deltas = self._deltas, []
-        return deltas
-
-    def close(self) -> None:
-        """Stop caring: outputs that have not finished are aborted. Idempotent."""
-        self._release(self)
-
-
 class EngineClient:
     """Talks to one engine process from one event loop."""
 
     def __init__(self) -> None:
         self._link: Link | None = None
         self._mailboxes: dict[str, Mailbox] = {}  # engine rid -> mailbox
-        self._groups: dict[str, Mailbox] = {}  # rid of the HTTP request -> mailbox
+        self._groups: dict[str, Sequence[str]] = {}  # rid of a request or prompt -> its outputs
+        self._leaving: dict[int, str] = {}  # ticket of a quiet abort -> engine rid
         self._calls: dict[int, asyncio.Future[ControlReply]] = {}
         self._num_calls = 0
         self._last_sign = 0.0
+        self._next_output: asyncio.Future[None] | None = None
         self._failure: EngineDead | None = None
         self.state = State.STARTING
         self.ready: Ready | None = None
         self.load = _NO_LOAD
-        self.num_deltas = 0
 
     async def run(self, link: Link, ready: Ready) -> None:
         """Deliver what the engine sends, until it dies or the server ends."""
@@ -132,19 +97,32 @@ class EngineClient:
 
     def _deliver(self, message: Outbound) -> None:
         if isinstance(message, Delta):
-            self.num_deltas += 1
-            # A request that we aborted a moment ago has no mailbox any more.
-            mailbox = self._mailboxes.get(message.rid)
-            if mailbox is not None:
-                mailbox.put(message)
-                if message.finish is not None:
-                    del self._mailboxes[message.rid]
+            self._deliver_delta(message)
         elif isinstance(message, Heartbeat):
             self.load = message
         elif isinstance(message, ControlReply):
+            self._leaving.pop(message.ticket, None)
             call = self._calls.pop(message.ticket, None)
             if call is not None and not call.done():
                 call.set_result(message)
+
+    def _deliver_delta(self, delta: Delta) -> None:
+        if delta.token_ids and self._next_output is not None:
+            self._next_output.set_result(None)
+            self._next_output = None
+        # A request that we aborted a moment ago has no mailbox any more, or already the one of a
+        # retry under the same id, which must not see what its predecessor left.
+        mailbox = self._mailboxes.get(delta.rid)
+        if mailbox is not None and delta.rid not in self._leaving.values():
+            mailbox.put(delta)
+            if delta.finish is not None:
+                del self._mailboxes[delta.rid]
+
+    def next_output(self) -> asyncio.Future[None]:
+        """Return what is done once the engine has produced a token, for anybody."""
+        if self._next_output is None:
+            self._next_output = asyncio.get_running_loop().create_future()
+        return self._next_output
 
     async def _watch_silence(self) -> None:
         while True:
@@ -189,12 +167,19 @@ class EngineClient:
             raise _silent()
         return self._link
 
-    def submit(self, rid: str, requests: Sequence[GenerateRequest]) -> Mailbox:
+    def submit(
+        self,
+        rid: str,
+        requests: Sequence[GenerateRequest],
+        *,
+        groups: Mapping[str, Sequence[str]] = _NONE,
+    ) -> Mailbox:
         """Send the requests of one HTTP request to the engine.
 
         Args:
             rid: Id of the HTTP request; `abort` takes it for all of its outputs.
-            requests: Their ids are `rid` itself or derived from it.
+            requests: One an output.
+            groups: Further ids that `abort` takes, and the ids of the outputs they stand for.
 
         Raises:
             EngineDead: There is no engine to send to.
@@ -202,7 +187,9 @@ class EngineClient:
         """
         link = self._live_link()
         rids = [request.rid for request in requests]
-        taken = [name for name in (rid, *rids) if name in self._mailboxes or name in self._groups]
+        groups = {**groups, rid: rids}
+        names = (*groups, *rids)
+        taken = [name for name in names if name in self._mailboxes or name in self._groups]
         if taken or len(set(rids)) < len(rids):
             raise RequestError(
                 f"rid {(taken or rids)[0]!r} is in use",
@@ -210,21 +197,27 @@ class EngineClient:
                 fix="choose another rid, or leave it out",
                 param="rid",
             )
-        mailbox = Mailbox(rids, lambda box: self._release(rid, box))
-        self._groups[rid] = mailbox
+        mailbox = Mailbox(rids, lambda box: self._release(tuple(groups), box))
+        self._groups.update(groups)
         for request in requests:
             self._mailboxes[request.rid] = mailbox
             link.send(request)
         return mailbox
 
-    def _release(self, rid: str, mailbox: Mailbox) -> None:
-        if self._groups.get(rid) is mailbox:
-            del self._groups[rid]
-        for name in mailbox.open:
-            if self._mailboxes.pop(name, None) is not None and self._link is not None:
+    def _release(self, groups: Sequence[str], mailbox: Mailbox) -> None:
+        for name in groups:
+            del self._groups[name]
+        for rid in mailbox.open:
+            if self._mailboxes.pop(rid, None) is not None and self._link is not None:
                 with suppress(EngineDead):  # then there is nothing left to free
-                    self._link.send(Abort(rid=name, quiet=True))
+                    self._leave(self._link, rid)
         mailbox.open.clear()
+
+    def _leave(self, link: Link, rid: str) -> None:
+        """Abort an output whose client has gone; its id is clean once the engine has replied."""
+        self._num_calls += 1
+        link.send(Abort(ticket=self._num_calls, rid=rid, quiet=True))
+        self._leaving[self._num_calls] = rid
 
     async def abort(self, rid: str = "", *, prefix: bool = False, everything: bool = False) -> int:
         """End outputs, whose clients then get what there is; return how many.
@@ -237,8 +230,7 @@ class EngineClient:
         Raises:
             EngineDead: There is no engine.
         """
-        group = self._groups.get(rid)
-        rids = sorted(group.open) if group is not None and not (prefix or everything) else [rid]
+        rids = [rid] if prefix or everything else self._groups.get(rid, [rid])
         messages = [partial(Abort, rid=name, prefix=prefix, everything=everything) for name in rids]
         replies = await asyncio.gather(*(self.call(message) for message in messages))
         return sum(int(reply.payload["aborted"]) for reply in replies)
@@ -269,6 +261,15 @@ class EngineClient:
         if self._link is not None:
             with suppress(EngineDead):
                 self._link.send(Abort(everything=True))
+
+    def limits(self) -> Limits:
+        """What bounds a request.
+
+        Raises:
+            EngineDead: There is no engine.
+        """
+        self._live_link()
+        return msgspec.convert(self.facts()["limits"], Limits)
 
     def facts(self) -> dict[str, Any]:
         """What the engine said when it was ready; empty before."""

@@ -9,9 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from tetrarch.config.plan import Plan
+from tetrarch.core.errors import RequestError
+from tetrarch.engine.request import GenerateRequest
 from tetrarch.engine.text import Tokenizer
+from tetrarch.engine.validation import check_request
 from tetrarch.serve.client import EngineClient
+from tetrarch.serve.fields import renamed
 from tetrarch.serve.metrics import Metrics
 
 __all__ = ["Door", "new_rid"]
@@ -37,6 +43,27 @@ class Door:
     def weight_version(self) -> str:
         """Version of the weights that a request sent now would see."""
         return str(self.client.facts().get("weight_version", "default"))
+
+    def admit(self, request: GenerateRequest, names: Mapping[str, str]) -> GenerateRequest:
+        """Return a request that the engine can serve, cut to fit if the operator allows that.
+
+        Args:
+            request: Not checked yet.
+            names: What the client calls the fields that a refusal may name.
+
+        Raises:
+            EngineDead: There is no engine to ask for its limits.
+            RequestError: It can never be served.
+        """
+        limits = self.client.limits()
+        if self.plan.serve.allow_auto_truncate:
+            room = limits.max_tokens - (request.sampling.max_new_tokens != 0)
+            cut = request.prompt_ids[:room]
+            request = msgspec.structs.replace(request, prompt_ids=cut)
+        try:
+            return check_request(request, limits)
+        except RequestError as error:
+            raise renamed(error, names) from error
 
 
 def new_rid(prefix: str = "") -> str:

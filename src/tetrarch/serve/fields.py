@@ -24,6 +24,7 @@ __all__ = [
     "StreamOptions",
     "read_prompts",
     "refuse_later",
+    "renamed",
 ]
 
 Meta = msgspec.Meta
@@ -78,7 +79,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, frozen=True):
                 {**defaults, **raw, "max_new_tokens": max_tokens}, vocab_size=vocab_size
             )
         except RequestError as error:
-            raise _renamed(error) from error
+            raise renamed(error, _CLIENT_NAME) from error
 
 
 _ENGINE_NAME = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
@@ -88,13 +89,13 @@ _CLIENT_NAME = {
 }
 
 
-def _renamed(error: RequestError) -> RequestError:
-    """Speak of `max_tokens` to a client that sent `max_tokens`."""
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """Speak of `max_tokens` to a client that sent `max_tokens`; `names` maps ours to theirs."""
     words = [error.what, error.why, error.fix]
-    for engine, client in _CLIENT_NAME.items():
-        words = [text.replace(engine, client) for text in words]
+    for ours, theirs in names.items():
+        words = [text.replace(ours, theirs) for text in words]
     what, why, fix = words
-    param = None if error.param is None else _CLIENT_NAME.get(error.param, error.param)
+    param = None if error.param is None else names.get(error.param, error.param)
     return RequestError(what, why=why, fix=fix, param=param)
 
 

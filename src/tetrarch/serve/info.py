@@ -86,6 +86,7 @@ async def server_info(door: Door, _: Request) -> Response:
     """Report everything that was decided, why, and how large it came out. Secrets are masked."""
     plan = door.plan
     facts, capacity = door.client.facts(), door.client.load.max_total_tokens
+    limits = cast("dict[str, int]", facts.get("limits", {}))
     state = {
         **_flags(door),
         "world_size": plan.parallel.world_size,
@@ -104,7 +105,7 @@ async def server_info(door: Door, _: Request) -> Response:
             "frontend": "http",
             "launch_command": _masked_command(sys.argv),
             "max_total_num_tokens": capacity,
-            "max_req_input_len": plan.model.context_len - 1,
+            "max_req_input_len": limits.get("max_tokens", plan.model.context_len) - 1,
             "weight_version": door.weight_version,
             "kv_events": None,
             "engine": facts,

@@ -15,6 +15,7 @@ import signal
 import socket
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import uvicorn
 
@@ -62,8 +63,9 @@ def serve(
     """
     with bind(plan.serve.host, plan.serve.port) as listener:
         _raise_file_limit()
+        host = replace(plan.serve, port=listener.getsockname()[1])  # where it was 0
         door = Door(
-            plan=plan,
+            plan=replace(plan, serve=host),
             client=EngineClient(),
             tokenizer=load_tokenizer(
                 plan.model.tokenizer_path, chat_template=plan.serve.chat_template
@@ -154,7 +156,7 @@ class _Life:
 
     async def run(self, listener: socket.socket) -> None:
         """Serve on `listener` until a signal, or until the engine fails to start."""
-        follow = asyncio.create_task(self._follow_engine(listener.getsockname()[1]))
+        follow = asyncio.create_task(self._follow_engine())
         await self._server.serve(sockets=[listener])
         # Also ends the wait for a start that is still going on in a thread.
         await asyncio.to_thread(self._engine.close)
@@ -164,7 +166,7 @@ class _Life:
         if self._failure is not None:
             raise self._failure
 
-    async def _follow_engine(self, port: int) -> None:
+    async def _follow_engine(self) -> None:
         client = self._door.client
         try:
             ready = await asyncio.to_thread(self._engine.wait_ready, self._progress)
@@ -173,7 +175,7 @@ class _Life:
             self._server.should_exit = True
             return
         connection = AsyncConnection(self._engine, on_death=self._on_death)
-        self._announce(self._ready_line(port))
+        self._announce(self._ready_line())
         try:
             await client.run(connection, ready)
         finally:
@@ -194,10 +196,10 @@ class _Life:
         await asyncio.sleep(GRACE_S)
         self._door.client.abort_all_now()
 
-    def _ready_line(self, port: int) -> str:
+    def _ready_line(self) -> str:
         serve = self._door.plan.serve
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(serve.host, serve.host)
-        url = f"http://{host}:{port}"
+        url = f"http://{host}:{serve.port}"
         key = " -H 'Authorization: Bearer <key>'" if serve.api_key else ""
         body = '{"messages": [{"role": "user", "content": "What is 12 + 30?"}]}'
         return (

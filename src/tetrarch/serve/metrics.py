@@ -86,12 +86,15 @@ class Metrics:
         if of.is_probe:
             return
         now, count = time.monotonic(), len(delta.token_ids)
-        if timeline.last_grown is None:
-            self._first_token.observe(now - timeline.started)
-        elif count:
-            self._inter_token.observe((now - timeline.last_grown) / count)
-        timeline.last_grown = now
-        self.throughput.add(count)
+        if count:
+            fresh = count
+            if timeline.last_grown is None:
+                self._first_token.observe(now - timeline.started)
+                timeline.last_grown, fresh = now, count - 1
+            for _ in range(fresh):  # a delta of many tokens weighs as much as many deltas
+                self._inter_token.observe((now - timeline.last_grown) / fresh)
+            timeline.last_grown = now
+            self.throughput.add(count)
         if delta.finish is not None:
             self._end_to_end.observe(now - timeline.started)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Annotated, Any, cast
 
@@ -19,7 +20,7 @@ from tetrarch.serve.door import Door, new_rid
 from tetrarch.serve.fields import NATIVE_LATER, Meta, read_prompts
 from tetrarch.serve.meta import LogprobLists, meta_info
 from tetrarch.serve.openai import WHOLE, check_prompt
-from tetrarch.serve.outputs import Output, generate
+from tetrarch.serve.outputs import Generation, Output, generate
 from tetrarch.serve.sse import EventStream, event
 
 __all__ = ["GenerateBody", "generate_native"]
@@ -74,6 +75,11 @@ class _Job:
     is_list: bool  # answer with a list
 
     @property
+    def names(self) -> dict[str, str]:
+        """What the client calls the prompt."""
+        return {} if self.body.text is None else {"input_ids": "text"}
+
+    @property
     def is_incremental(self) -> bool:
         chosen = self.body.incremental
         return self.door.plan.serve.incremental_streaming if chosen is None else chosen
@@ -84,14 +90,14 @@ async def generate_native(door: Door, http: Request) -> Response:
     job = _read_job(door, await read_body(http, GenerateBody, later=NATIVE_LATER))
     if job.body.stream:
         return await EventStream.open(_events(job, http), flat=False)
-    async with generate(door, http, rid=job.rid, requests=job.requests) as generation:
+    async with _started(job, http) as generation:
         outputs = await generation.complete()
     replies = [_reply(job, output, is_incremental=False) for output in outputs]
     return json_response(replies if job.is_list else replies[0])
 
 
 async def _events(job: _Job, http: Request) -> AsyncGenerator[bytes, None]:
-    async with generate(job.door, http, rid=job.rid, requests=job.requests) as generation:
+    async with _started(job, http) as generation:
         while not generation.is_done:
             events: list[bytes] = []
             for output in await generation.advance():
@@ -100,6 +106,10 @@ async def _events(job: _Job, http: Request) -> AsyncGenerator[bytes, None]:
                     reply["index"] = output.index
                 events.append(event(reply))
             yield b"".join(events)
+
+
+def _started(job: _Job, http: Request) -> AbstractAsyncContextManager[Generation]:
+    return generate(job.door, http, rid=job.rid, requests=job.requests, names=job.names)
 
 
 def _reply(job: _Job, output: Output, *, is_incremental: bool) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from tetrarch.engine.request import Delta, FinishReason, GenerateRequest, Weight
 from tetrarch.engine.stream import OutputText
 from tetrarch.engine.text import Tokenizer
 from tetrarch.executor.step import TokenLogprob
-from tetrarch.serve.client import Mailbox
 from tetrarch.serve.door import Door
 from tetrarch.serve.errors import Failure, HttpError
+from tetrarch.serve.mailbox import Mailbox
 from tetrarch.serve.metrics import Metrics, Timeline
 
 __all__ = ["Generation", "Output", "Piece", "generate"]
@@ -80,15 +80,9 @@ class Output:
 class Generation:
     """The outputs of an HTTP request in flight; made by `generate`."""
 
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        outputs: Sequence[Output],
-        metrics: Metrics,
-        names: Mapping[str, str],
-    ) -> None:
+    def __init__(self, mailbox: Mailbox, outputs: Sequence[Output], metrics: Metrics) -> None:
         self.outputs = list(outputs)
-        self._mailbox, self._metrics, self._names = mailbox, metrics, names
+        self._mailbox, self._metrics = mailbox, metrics
         self._by_rid = {output.request.rid: output for output in outputs}
 
     @property
@@ -108,7 +102,7 @@ class Generation:
             output = self._by_rid[delta.rid]
             output.push(delta)
             self._metrics.observe(delta, of=output.request, timeline=output.timeline)
-            _check(delta.finish, self._names)
+            _check(delta.finish)
             grown[output.index] = output
         return [grown[index] for index in sorted(grown)]
 
@@ -144,26 +138,29 @@ async def generate(
         rid: Its public id.
         requests: One for each output.
         names: What the client calls the fields that a refusal may name.
+
+    Raises:
+        EngineDead: There is no engine to send to.
+        RequestError: A request can never be served; none was sent.
     """
-    outputs = [Output(index, each, door.tokenizer) for index, each in enumerate(requests)]
-    mailbox = door.client.submit(rid, requests)
+    admitted = [door.admit(each, names) for each in requests]
+    outputs = [Output(index, each, door.tokenizer) for index, each in enumerate(admitted)]
+    mailbox = door.client.submit(rid, admitted)
     watch = asyncio.create_task(_end_with_connection(http.receive, mailbox))
     try:
-        yield Generation(mailbox, outputs, door.metrics, names)
+        yield Generation(mailbox, outputs, door.metrics)
     finally:
         watch.cancel()
         mailbox.close()
 
 
-def _check(finish: FinishReason | None, names: Mapping[str, str]) -> None:
+def _check(finish: FinishReason | None) -> None:
     """An abort that carries a status is a failure of the request; without, it was asked for."""
     if finish is None or finish.kind != "abort" or finish.status is None:
         return
-    message, param = finish.message or "the request was aborted", finish.param
-    if param is not None and param in names:
-        message, param = message.replace(param, names[param]), names[param]
+    message = finish.message or "the request was aborted"
     kind = "Bad Request" if finish.status == 400 else finish.code or ""
-    raise HttpError(Failure(status=finish.status, message=message, kind=kind, param=param))
+    raise HttpError(Failure(status=finish.status, message=message, kind=kind, param=finish.param))
 
 
 async def _end_with_connection(receive: Receive, mailbox: Mailbox) -> None:
