@@ -157,7 +157,8 @@ def _start(plan: Plan, link: Link) -> Engine:
         "memory": executor.memory,
         "weight_version": engine.weight_version,
     }
-    link.tell([Ready(payload=msgspec.to_builtins(facts)), engine.heartbeat()])
+    link.tell([Ready(payload=msgspec.to_builtins(facts))])
+    link.tell([engine.heartbeat()])  # apart: who waits for `Ready` reads no further
     return engine
 
 

@@ -71,8 +71,19 @@ class _Job:
     door: Door
     body: GenerateBody
     rid: str
-    requests: tuple[GenerateRequest, ...]
-    is_list: bool  # answer with a list
+    rids: Sequence[str]  # of the prompts
+    outputs: Sequence[tuple[GenerateRequest, ...]]  # of each prompt
+    is_batch: bool
+
+    @property
+    def requests(self) -> list[GenerateRequest]:
+        """All outputs, prompt-major."""
+        return [each for outputs in self.outputs for each in outputs]
+
+    @property
+    def is_list(self) -> bool:
+        """Whether to answer with a list."""
+        return self.is_batch or len(self.outputs[0]) > 1
 
     @property
     def names(self) -> dict[str, str]:
@@ -109,7 +120,13 @@ async def _events(job: _Job, http: Request) -> AsyncGenerator[bytes, None]:
 
 
 def _started(job: _Job, http: Request) -> AbstractAsyncContextManager[Generation]:
-    return generate(job.door, http, rid=job.rid, requests=job.requests, names=job.names)
+    groups = {
+        rid: [each.rid for each in outputs]
+        for rid, outputs in zip(job.rids, job.outputs, strict=True)
+    }
+    return generate(
+        job.door, http, rid=job.rid, requests=job.requests, names=job.names, groups=groups
+    )
 
 
 def _reply(job: _Job, output: Output, *, is_incremental: bool) -> dict[str, Any]:
@@ -140,14 +157,14 @@ def _no_text(_: int) -> None:
 
 def _read_job(door: Door, body: GenerateBody) -> _Job:
     prompts, is_batch = _prompts(door, body)
-    rids = _rids(body.rid, len(prompts), is_batch=is_batch)
+    rid, rids = _rids(body.rid, len(prompts), is_batch=is_batch)
     lists = _PerPrompt(len(prompts), is_batch=is_batch)
     sampling = lists.of("sampling_params", body.sampling_params)
     wanted = lists.of("return_logprob", body.return_logprob)
     starts = lists.of("logprob_start_len", body.logprob_start_len)
     tops = lists.of("top_logprobs_num", body.top_logprobs_num)
     picked = _picked(body.token_ids_logprob, lists)
-    requests: list[GenerateRequest] = []
+    outputs: list[tuple[GenerateRequest, ...]] = []
     for index, prompt_ids in enumerate(prompts):
         raw = sampling[index] or {}
         if not body.stream:
@@ -156,20 +173,17 @@ def _read_job(door: Door, body: GenerateBody) -> _Job:
             rid=rids[index],
             prompt_ids=tuple(prompt_ids),
             sampling=parse_sampling(raw, vocab_size=door.plan.model.facts.vocab_size),
-            return_logprobs=bool(wanted[index]),
-            logprob_start=-1 if starts[index] is None else starts[index],
-            top_logprobs=tops[index] or 0,
-            logprob_ids=picked[index],
         )
-        requests += fan_out(request)
-    rid = body.rid if isinstance(body.rid, str) else rids[0] if len(rids) == 1 else new_rid()
-    return _Job(
-        door=door,
-        body=body,
-        rid=rid,
-        requests=tuple(requests),
-        is_list=is_batch or len(requests) > 1,
-    )
+        if wanted[index]:
+            request = msgspec.structs.replace(
+                request,
+                return_logprobs=True,
+                logprob_start=-1 if starts[index] is None else starts[index],
+                top_logprobs=tops[index] or 0,
+                logprob_ids=picked[index],
+            )
+        outputs.append(fan_out(request))
+    return _Job(door=door, body=body, rid=rid, rids=rids, outputs=outputs, is_batch=is_batch)
 
 
 def _prompts(door: Door, body: GenerateBody) -> tuple[list[Sequence[int]], bool]:
@@ -187,11 +201,13 @@ def _prompts(door: Door, body: GenerateBody) -> tuple[list[Sequence[int]], bool]
     return [check_prompt(each, key) for each in ids], is_batch
 
 
-def _rids(rid: str | list[str] | None, count: int, *, is_batch: bool) -> list[str]:
+def _rids(rid: str | list[str] | None, count: int, *, is_batch: bool) -> tuple[str, Sequence[str]]:
+    """Return the id of the HTTP request, and those of its prompts."""
     if isinstance(rid, list):
-        return _PerPrompt(count, is_batch=is_batch).of("rid", rid)
+        rids: list[str] = _PerPrompt(count, is_batch=is_batch).of("rid", rid)
+        return rids[0] if count == 1 else new_rid(), rids
     base = rid or new_rid()
-    return [f"{base}_{index}" for index in range(count)] if is_batch else [base]
+    return base, [f"{base}_{index}" for index in range(count)] if is_batch else [base]
 
 
 def _picked(value: list[Any] | None, lists: _PerPrompt) -> list[tuple[int, ...]]:

@@ -23,6 +23,7 @@ from tetrarch.serve.metrics import Metrics, Timeline
 __all__ = ["Generation", "Output", "Piece", "generate"]
 
 _SAME: Mapping[str, str] = {}
+_NONE: Mapping[str, Sequence[str]] = {}
 CLIENT_GONE = 499
 """Status of a request whose client hung up; nobody receives it."""
 
@@ -126,6 +127,7 @@ async def generate(
     rid: str,
     requests: Sequence[GenerateRequest],
     names: Mapping[str, str] = _SAME,
+    groups: Mapping[str, Sequence[str]] = _NONE,
 ) -> AsyncGenerator[Generation, None]:
     """Send requests to the engine, and free whatever they still hold at the end.
 
@@ -138,6 +140,7 @@ async def generate(
         rid: Its public id.
         requests: One for each output.
         names: What the client calls the fields that a refusal may name.
+        groups: Further ids to abort by, and the outputs they stand for.
 
     Raises:
         EngineDead: There is no engine to send to.
@@ -145,7 +148,7 @@ async def generate(
     """
     admitted = [door.admit(each, names) for each in requests]
     outputs = [Output(index, each, door.tokenizer) for index, each in enumerate(admitted)]
-    mailbox = door.client.submit(rid, admitted)
+    mailbox = door.client.submit(rid, admitted, groups=groups)
     watch = asyncio.create_task(_end_with_connection(http.receive, mailbox))
     try:
         yield Generation(mailbox, outputs, door.metrics)
