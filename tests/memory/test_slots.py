@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A slot is written in place or not at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tetrarch.core.errors import AddressChanged
+from tetrarch.core.specs import TensorSpec
+from tetrarch.memory.slots import SlotTable
+
+SPEC = TensorSpec((2, 3), torch.float32, torch.device("cpu"))
+
+
+def test_a_write_changes_the_values_and_keeps_the_address() -> None:
+    table = SlotTable()
+    slot = table.allocate("w", SPEC)
+    before = table.addresses()
+    for value in (1.0, 2.0, 3.0):
+        table.write_("w", torch.full((2, 3), value))
+        assert slot.tolist() == [[value] * 3] * 2
+    assert table.addresses() == before == {"w": slot.data_ptr()}
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        (torch.ones(3, 2), "shape"),
+        (torch.ones(2, 3, dtype=torch.float64), "dtype"),
+        (torch.ones(2, 3, device="meta"), "device"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_refused_and_nothing_is_written(
+    value: torch.Tensor, word: str
+) -> None:
+    table = SlotTable()
+    table.allocate("w", SPEC).fill_(7.0)
+    with pytest.raises(AddressChanged, match=word):
+        table.write_("w", value)
+    assert (table["w"] == 7.0).all()
+
+
+def test_names_are_taken_once_and_none_after_freezing() -> None:
+    table = SlotTable()
+    table.allocate("w", SPEC)
+    with pytest.raises(AddressChanged, match="taken"):
+        table.allocate("w", SPEC)
+    table.freeze()
+    with pytest.raises(AddressChanged, match="frozen"):
+        table.allocate("v", SPEC)
+    table.write_("w", torch.zeros(2, 3))  # writing goes on
+    assert list(table) == ["w"]
+
+
+def test_the_table_counts_its_bytes() -> None:
+    table = SlotTable()
+    table.allocate("w", SPEC)
+    table.allocate("codes", TensorSpec((5,), torch.uint8, torch.device("cpu")))
+    assert table.num_bytes == 24 + 5
+    assert len(table) == 2
+
+
+def test_slots_made_under_inference_mode_can_be_written_outside_of_it() -> None:
+    table = SlotTable()
+    with torch.inference_mode():
+        table.allocate("w", SPEC)
+    table.write_("w", torch.ones(2, 3))
+    assert not table["w"].is_inference()
