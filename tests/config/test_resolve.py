@@ -63,8 +63,17 @@ def test_all_errors_of_a_launch_come_together(
 def test_what_no_contract_fits_does_not_hide_the_rest(
     refusals: Callable[..., list[TetrarchError]],
 ) -> None:
-    errors = refusals(moe_activations="per_token", tp_size=2)
-    assert len(errors) == 2
+    """What was settled before the contract, and what the table and the budget say after it."""
+    after = {"moe_dispatch": "deepep", "moe_runner": "triton", "tp_size": 2}
+    wrong: list[tuple[dict[str, str], str]] = [
+        ({"moe_activations": "per_token"}, "is not a contract"),
+        ({"quantization": "modelopt_fp4", "moe_activations": "per_token"}, "cannot start from"),
+    ]
+    for settings, words in wrong:
+        errors = refusals(**settings, **after)
+        text = "\n".join(error.what + error.why for error in errors)
+        assert all(part in text for part in (words, "--tp-size", "Triton", "one FP32 scale per"))
+        assert len(errors) == 4
 
 
 def test_errors_found_earlier_are_reported_with_ours(

@@ -65,7 +65,8 @@ class LaunchArgs(EngineArgs, ModelArgs):
     threads: Annotated[
         int | None,
         Knob(
-            "CPU threads of the engine process; auto: one per physical core",
+            "CPU threads of the engine process; auto: the physical cores, less one for HTTP; on a "
+            "GPU at most 8",
             also=(Alias("OMP_NUM_THREADS"),),
             group="machine",
             at_least=1,

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tetrarch.config.args import LaunchArgs
 from tetrarch.config.checkpoint import Checkpoint
 from tetrarch.config.estimate import dtype_bytes
@@ -12,6 +14,7 @@ from tetrarch.config.plan import ModelFacts, QuantPlan
 from tetrarch.core.errors import ConfigError, Unsupported
 from tetrarch.core.units import format_bytes
 from tetrarch.numerics.contract import (
+    CONTRACTS,
     WEIGHT_RECIPE,
     Activations,
     QuantContract,
@@ -31,8 +34,8 @@ def resolve_quant(
 ) -> QuantPlan:
     """Settle contract, recipes and exemptions.
 
-    Raises:
-        ConfigError: No contract fits what was asked and what the checkpoint is.
+    Where no contract fits what was asked and what the checkpoint is, that is refused, and what is
+    returned serves to find what else is wrong with the launch.
     """
     ledger.decide("source", checkpoint.source, f"the checkpoint is {checkpoint.label}")
     contract = _contract(args, checkpoint, facts, ledger)
@@ -52,16 +55,20 @@ def _contract(
     args: LaunchArgs, checkpoint: Checkpoint, facts: ModelFacts, ledger: Ledger
 ) -> QuantContract:
     quantization = _quantization(args, checkpoint, ledger)
-    contract = contract_for(quantization, _activations(args, checkpoint, quantization, ledger))
-    if contract is None:
-        raise _no_such_pair(quantization, args.moe_activations)
+    activations = _activations(args, checkpoint, quantization, ledger)
+    contract = contract_for(quantization, activations)
+    if contract is None:  # go on with one that has these activations, to find what else is wrong
+        homes = [row for row in CONTRACTS if row.activations is activations]
+        ledger.refuse(_no_such_pair(quantization, homes))
+        return homes[0]
     if checkpoint.source not in contract.sources:
-        raise _wrong_source(contract, checkpoint)
+        ledger.refuse(_wrong_source(contract, checkpoint))
     if checkpoint.is_fp8 and not contract.quantizes_weights:
         _report_decoding(checkpoint, facts, ledger)
     if contract.activations is Activations.PER_TENSOR and not checkpoint.has_input_scales:
         if checkpoint.is_nvfp4:
-            raise _no_input_scales(checkpoint)
+            ledger.refuse(_no_input_scales(checkpoint))
+            return contract
         ledger.decide(
             "input_scale",
             1.0,
@@ -108,12 +115,13 @@ def _activations(
     return chosen
 
 
-def _no_such_pair(quantization: Quantization, activations: str) -> Unsupported:
-    homes = [q for q in Quantization if activations in activations_of(q)]
+def _no_such_pair(quantization: Quantization, homes: Sequence[QuantContract]) -> Unsupported:
+    asked = homes[0].activations
+    names = " or ".join(home.quantization for home in homes)
     return Unsupported(
-        f"--quantization {quantization} with --moe-activations {activations} is not a contract",
+        f"--quantization {quantization} with --moe-activations {asked} is not a contract",
         why=f"{quantization} goes with {' or '.join(activations_of(quantization))}",
-        fix=f"--quantization {' or '.join(homes)}, or leave --moe-activations out",
+        fix=f"--quantization {names}, or leave --moe-activations out",
     )
 
 
