@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -170,3 +171,12 @@ def _make_plan(
         process_env=(),
         decisions=(),
     )
+
+
+@pytest.fixture(autouse=True)
+def _logging() -> Iterator[None]:
+    """Undo what a command does to our logger: pytest listens through the root."""
+    root = logging.getLogger("tetrarch")
+    before = (root.handlers[:], root.level, root.propagate)
+    yield
+    root.handlers[:], root.level, root.propagate = before[0], before[1], before[2]
