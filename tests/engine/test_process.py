@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import signal
 import subprocess
@@ -51,7 +52,8 @@ class Bars:
 @pytest.fixture(scope="module")
 def plan(make_plan: Callable[..., Plan], demo_path: Path) -> Plan:
     made = make_plan(demo_path, dtype="bfloat16", source=SourceFormat.BF16)
-    return replace(made, process_env=(("OMP_NUM_THREADS", "1"),))
+    # A value that no machine has by accident, for the test that looks for it in the child.
+    return replace(made, process_env=(("OMP_NUM_THREADS", "1"), ("KMP_BLOCKTIME", "7")))
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +85,15 @@ def test_loading_is_shown_to_its_end(running: tuple[Any, Ready, Bars]) -> None:
     assert ready.payload["limits"]["max_tokens"] == 2048
     assert ready.payload["load_report"]["num_tensors"] > 100
     assert ready.payload["memory"]["weights"] > 10**6
+
+
+def test_the_plans_environment_reaches_the_child_at_its_spawn_and_nobody_else(
+    running: tuple[EngineProcess, Ready, Bars],
+) -> None:
+    spawned = Path(f"/proc/{running[0].pid}/environ").read_bytes().split(b"\0")
+    assert {b"OMP_NUM_THREADS=1", b"KMP_BLOCKTIME=7"} <= set(spawned)
+    assert f"PATH={os.environ['PATH']}".encode() in spawned  # the rest is the parent's
+    assert os.environ.get("KMP_BLOCKTIME") != "7"
 
 
 def test_a_question_is_answered_across_the_border(
