@@ -8,7 +8,6 @@ under `error`. A request can only ever be refused with 400, never 422.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -53,7 +52,7 @@ class HttpError(TetrarchError):
     """A refusal that is not about the request's content: no such route, no key, not ready."""
 
     def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message, why=HTTPStatus(failure.status).phrase, fix="")
+        super().__init__(failure.message, why=f"HTTP status {failure.status}", fix="")
         self.failure = failure
 
     def __reduce__(self) -> tuple[object, ...]:

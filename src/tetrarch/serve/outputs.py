@@ -169,5 +169,5 @@ def _check(finish: FinishReason | None) -> None:
 async def _end_with_connection(receive: Receive, mailbox: Mailbox) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    mailbox.fail(HttpError(Failure(status=CLIENT_GONE, message="the client hung up")))
     mailbox.close()
+    mailbox.fail(HttpError(Failure(status=CLIENT_GONE, message="the client hung up")))
