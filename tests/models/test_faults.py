@@ -30,3 +30,12 @@ def test_every_kind_is_counted_and_the_first_ten_are_named() -> None:
     assert "layer.10" not in error.why
     assert "lm_head and its copy" in error.why
     assert "complete the download" in error.fix
+
+
+@pytest.mark.parametrize("fault", Fault)
+def test_every_kind_says_what_to_do(fault: Fault) -> None:
+    faults = Faults()
+    faults.add(fault, "x")
+    with pytest.raises(CheckpointError) as caught:
+        faults.raise_any("folder")
+    assert caught.value.fix

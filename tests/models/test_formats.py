@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a weight is follows from its parts: names, shapes and types."""
+"""What a weight is follows from the parts that are there."""
 
 from __future__ import annotations
 
@@ -11,102 +11,130 @@ from tetrarch.models.formats import StoredWeight, recognise, split_part
 from tetrarch.models.sources import TensorHeader
 from tetrarch.numerics.contract import SourceFormat
 
-F8, U8, F32, BF16 = torch.float8_e4m3fn, torch.uint8, torch.float32, torch.bfloat16
-E8M0 = torch.float8_e8m0fnu
-Header = tuple[tuple[int, ...], torch.dtype]
+F = SourceFormat
+BF16, FP32, U8 = torch.bfloat16, torch.float32, torch.uint8
+E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 
-BLOCK: dict[str, Header] = {"weight": ((200, 300), F8), "weight_scale_inv": ((2, 3), F32)}
-TENSOR: dict[str, Header] = {"weight": ((8, 32), F8), "weight_scale": ((), F32)}
-MODELOPT: dict[str, Header] = {
-    "weight": ((8, 16), U8),
-    "weight_scale": ((8, 2), F8),
-    "weight_scale_2": ((), F32),
-    "input_scale": ((), F32),
+Parts = dict[str, tuple[tuple[int, ...], torch.dtype]]
+CODES: Parts = {"weight": ((64, 16), U8)}
+MODELOPT: Parts = CODES | {"weight_scale": ((64, 2), E4M3), "weight_scale_2": ((), FP32)}
+COMPRESSED: Parts = {
+    "weight_packed": ((64, 16), U8),
+    "weight_scale": ((64, 2), E4M3),
+    "weight_global_scale": ((1,), FP32),
 }
-COMPRESSED: dict[str, Header] = {
-    "weight_packed": ((8, 16), U8),
-    "weight_scale": ((8, 2), F8),
-    "weight_global_scale": ((1,), F32),
-}
+FP8: Parts = {"weight": ((192, 130), E4M3)}
+BLOCK: Parts = FP8 | {"weight_scale_inv": ((2, 2), FP32)}
 
 
-def _parts(headers: dict[str, Header]) -> dict[str, tuple[str, TensorHeader]]:
-    return {
-        part: (f"a.{part}", TensorHeader(shape, dtype, "f"))
-        for part, (shape, dtype) in headers.items()
-    }
+def look(parts: Parts, name: str = "x.weight") -> StoredWeight | tuple[Fault, str]:
+    return recognise(
+        name, {part: (f"x.{part}", TensorHeader(*of, "")) for part, of in parts.items()}
+    )
 
 
 @pytest.mark.parametrize(
-    ("headers", "form", "shape", "num_bytes"),
+    ("name", "split"),
     [
-        ({"weight": ((4, 6), BF16)}, SourceFormat.BF16, (4, 6), 48),
-        ({"weight": ((4, 6), torch.float16)}, SourceFormat.FP16, (4, 6), 48),
-        ({"weight": ((5,), F32)}, SourceFormat.FP32, (5,), 20),
-        (BLOCK, SourceFormat.FP8_BLOCK, (200, 300), 60_000 + 24),
-        (BLOCK | {"weight_scale_inv": ((2, 3), E8M0)}, SourceFormat.FP8_BLOCK, (200, 300), 60_006),
-        (TENSOR, SourceFormat.FP8_TENSOR, (8, 32), 260),
-        (MODELOPT, SourceFormat.NVFP4_MODELOPT, (8, 32), 128 + 16 + 8),
-        (COMPRESSED, SourceFormat.NVFP4_COMPRESSED, (8, 32), 128 + 16 + 4),
+        ("a.down_proj.weight", ("a.down_proj.weight", "weight")),
+        ("a.down_proj.weight_scale_2", ("a.down_proj.weight", "weight_scale_2")),
+        ("a.down_proj.weight_packed", ("a.down_proj.weight", "weight_packed")),
+        ("a.down_proj.input_global_scale", ("a.down_proj.weight", "input_global_scale")),
+        ("a.q_proj.bias", ("a.q_proj.bias", "weight")),
+        ("a.experts.gate_up_proj", ("a.experts.gate_up_proj", "weight")),
+        ("a.gate.e_score_correction_bias", ("a.gate.e_score_correction_bias", "weight")),
     ],
 )
-def test_every_stored_form_is_told_from_its_parts(
-    headers: dict[str, Header], form: SourceFormat, shape: tuple[int, ...], num_bytes: int
+def test_the_last_word_tells_a_part_from_its_weight(name: str, split: tuple[str, str]) -> None:
+    assert split_part(name) == split
+
+
+@pytest.mark.parametrize(
+    ("parts", "form", "shape"),
+    [
+        ({"weight": ((7, 3, 5), BF16)}, F.BF16, (7, 3, 5)),
+        ({"weight": ((7,), torch.float16)}, F.FP16, (7,)),
+        ({"weight": ((), FP32)}, F.FP32, ()),
+        (MODELOPT, F.NVFP4_MODELOPT, (64, 32)),
+        (MODELOPT | {"input_scale": ((), FP32)}, F.NVFP4_MODELOPT, (64, 32)),
+        (COMPRESSED, F.NVFP4_COMPRESSED, (64, 32)),
+        (COMPRESSED | {"input_global_scale": ((1,), FP32)}, F.NVFP4_COMPRESSED, (64, 32)),
+        (BLOCK, F.FP8_BLOCK, (192, 130)),
+        (FP8 | {"weight_scale_inv": ((2, 2), E8M0)}, F.FP8_BLOCK, (192, 130)),
+        (FP8 | {"weight_scale": ((), FP32)}, F.FP8_TENSOR, (192, 130)),
+        (FP8 | {"weight_scale": ((1,), FP32), "input_scale": ((), FP32)}, F.FP8_TENSOR, (192, 130)),
+    ],
+)
+def test_every_format_is_recognised(
+    parts: Parts, form: SourceFormat, shape: tuple[int, ...]
 ) -> None:
-    weight = recognise("a.weight", _parts(headers))
+    weight = look(parts)
     assert isinstance(weight, StoredWeight)
-    assert (weight.format, weight.shape, weight.num_bytes) == (form, shape, num_bytes)
-    assert set(weight.parts) == set(headers)
+    assert (weight.format, weight.shape) == (form, shape)
+    assert weight.parts == {part: f"x.{part}" for part in parts}
+    sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in parts.values()]
+    assert weight.num_bytes == sum(sizes)
 
 
 @pytest.mark.parametrize(
-    ("headers", "fault", "words"),
+    ("parts", "words"),
     [
-        ({"weight_scale": ((8, 2), F8)}, Fault.HALF_PAIRED, "without the weight"),
-        ({"weight": ((8, 32), F8)}, Fault.HALF_PAIRED, "weight_scale_inv"),
-        (
-            {k: v for k, v in MODELOPT.items() if k != "weight_scale_2"},
-            Fault.HALF_PAIRED,
-            "weight_scale_2",
-        ),
-        ({"weight": ((4, 6), BF16), "weight_scale": ((), F32)}, Fault.HALF_PAIRED, "stray"),
-        (BLOCK | {"weight_scale_inv": ((2, 2), F32)}, Fault.MISMATCHED, "(2, 3)"),
-        (MODELOPT | {"weight_scale": ((8, 4), F8)}, Fault.MISMATCHED, "(8, 2)"),
-        (MODELOPT | {"weight_scale_2": ((2,), F32)}, Fault.MISMATCHED, "one number"),
-        (MODELOPT | {"weight": ((8, 12), U8)}, Fault.MISMATCHED, "multiple of 16"),
-        (TENSOR | {"weight_scale": ((8, 1), F32)}, Fault.REFUSED, "neither per tensor"),
-        (TENSOR | {"weight_scale": ((8, 1), U8)}, Fault.REFUSED, "MXFP8"),
-        (TENSOR | {"weight_scale": ((8, 1), E8M0)}, Fault.REFUSED, "MXFP8"),
-        (MODELOPT | {"weight_scale": ((8, 1), E8M0)}, Fault.REFUSED, "MXFP4"),
-        ({"weight": ((4, 6), torch.int32)}, Fault.REFUSED, "int32"),
-        ({"weight": ((4, 6), torch.float8_e5m2)}, Fault.REFUSED, "e5m2"),
+        (CODES | {"weight_scale": ((64, 1), U8)}, "MXFP4"),
+        ({"weight_packed": ((64, 16), U8), "weight_scale": ((64, 1), E8M0)}, "MXFP4"),
+        (FP8 | {"weight_scale": ((192, 5), U8)}, "MXFP8"),
+        (FP8 | {"weight_scale_inv": ((192, 5), E8M0)}, "MXFP8"),
+        (FP8 | {"weight_scale": ((192, 1), FP32)}, "neither per tensor nor 128x128"),
+        ({"weight": ((64, 16), E5M2)}, "float8_e5m2"),
+        ({"weight_packed": ((64, 4), torch.int32)}, "int32"),
+        ({"weight": ((64, 4), torch.int8)}, "int8"),
     ],
 )
-def test_what_is_wrong_with_a_weight_is_told_in_words(
-    headers: dict[str, Header], fault: Fault, words: str
-) -> None:
-    wrong = recognise("a.weight", _parts(headers))
-    assert isinstance(wrong, tuple)
-    assert wrong[0] is fault
-    assert wrong[1].startswith("a.weight: ")
-    assert words in wrong[1]
+def test_formats_that_we_do_not_load_are_refused_by_name(parts: Parts, words: str) -> None:
+    found = look(parts)
+    assert isinstance(found, tuple)
+    assert found[0] is Fault.REFUSED
+    assert words in found[1]
 
 
-def test_mxfp4_blocks_are_refused_by_name() -> None:
-    for word in ("gate_up_proj_blocks", "gate_up_proj_scales"):
-        wrong = recognise(f"a.{word}", {"weight": (f"a.{word}", TensorHeader((4,), U8, "f"))})
-        assert wrong == (Fault.REFUSED, f"a.{word}: MXFP4")
+@pytest.mark.parametrize("suffix", ["blocks", "scales"])
+def test_stacked_mxfp4_is_refused_by_name(suffix: str) -> None:
+    found = look({"weight": ((8, 64, 2, 16), U8)}, name=f"experts.gate_up_proj_{suffix}")
+    assert found == (Fault.REFUSED, f"experts.gate_up_proj_{suffix}: MXFP4")
 
 
 @pytest.mark.parametrize(
-    ("name", "weight", "part"),
+    ("parts", "words"),
     [
-        ("a.down_proj.weight", "a.down_proj.weight", "weight"),
-        ("a.down_proj.weight_scale_2", "a.down_proj.weight", "weight_scale_2"),
-        ("a.down_proj.weight_packed", "a.down_proj.weight", "weight_packed"),
-        ("a.down_proj.input_global_scale", "a.down_proj.weight", "input_global_scale"),
-        ("a.gate.e_score_correction_bias", "a.gate.e_score_correction_bias", "weight"),
+        (CODES, "without its weight_scale and weight_scale_2"),
+        (FP8, "without its weight_scale_inv"),
+        ({"weight_scale": ((64, 2), E4M3)}, "weight_scale without the weight"),
+        ({"weight": ((4, 4), BF16), "weight_scale": ((), FP32)}, "stray weight_scale"),
+        (MODELOPT | {"weight_scale_inv": ((1, 1), FP32)}, "stray weight_scale_inv"),
+        (COMPRESSED | {"weight": ((64, 32), BF16)}, "stray weight"),
     ],
 )
-def test_a_name_splits_into_weight_and_part(name: str, weight: str, part: str) -> None:
-    assert split_part(name) == (weight, part)
+def test_parts_that_do_not_pair_are_named(parts: Parts, words: str) -> None:
+    found = look(parts)
+    assert isinstance(found, tuple)
+    assert found[0] is Fault.HALF_PAIRED
+    assert words in found[1]
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        (MODELOPT | {"weight_scale": ((64, 4), E4M3)}, "shape (64, 4), expected (64, 2)"),
+        (MODELOPT | {"weight_scale": ((64, 2), FP32)}, "weight_scale is of type torch.float32"),
+        (MODELOPT | {"weight_scale_2": ((2,), FP32)}, "expected one number"),
+        (MODELOPT | {"weight": ((64, 12), U8)}, "24 columns are not a multiple of 16"),
+        (MODELOPT | {"weight": ((2, 64, 16), U8)}, "quantized weights are matrices"),
+        (FP8 | {"weight_scale_inv": ((1, 2), FP32)}, "shape (1, 2), expected (2, 2)"),
+        (FP8 | {"weight_scale_inv": ((2, 2), torch.float16)}, "of type torch.float16"),
+        (COMPRESSED | {"input_global_scale": ((64,), FP32)}, "expected one number"),
+    ],
+)
+def test_parts_of_the_wrong_shape_or_type_are_named(parts: Parts, words: str) -> None:
+    found = look(parts)
+    assert isinstance(found, tuple)
+    assert found[0] is Fault.MISMATCHED
+    assert words in found[1]

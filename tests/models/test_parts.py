@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts become a weight in any order, and scales decode whatever the dialect was."""
+"""Parts of a weight meet in any order; what comes out decodes, whatever the dialect."""
 
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from tetrarch.core.errors import CheckpointError
 from tetrarch.models.formats import StoredWeight
@@ -16,110 +16,112 @@ from tetrarch.moe.types import Nvfp4Matrix
 from tetrarch.numerics.contract import SourceFormat
 
 CPU = torch.device("cpu")
+F = SourceFormat
 
 
-def _weight(name: str, form: SourceFormat, *words: str) -> StoredWeight:
-    return StoredWeight(f"{name}.weight", form, (2, 32), {w: f"{name}.{w}" for w in words}, 0)
+def stored(form: SourceFormat, *parts: str, name: str = "a.weight") -> StoredWeight:
+    stem = name.removesuffix("weight")
+    return StoredWeight(name, form, (2, 16), {part: f"{stem}{part}" for part in parts}, 0)
 
 
-MODELOPT = _weight(
-    "a", SourceFormat.NVFP4_MODELOPT, "weight", "weight_scale", "weight_scale_2", "input_scale"
-)
-COMPRESSED = _weight(
-    "b",
-    SourceFormat.NVFP4_COMPRESSED,
-    "weight_packed",
-    "weight_scale",
-    "weight_global_scale",
-    "input_global_scale",
-)
+def nvfp4_parts(dialect: SourceFormat, scale: float = 0.25) -> dict[str, Tensor]:
+    """Codes 1 and 4 (0.5 and 2) under block scale 3."""
+    codes = torch.full((2, 8), 1 | 4 << 4, dtype=torch.uint8)
+    block_scale = torch.full((2, 1), 3.0).to(torch.float8_e4m3fn)
+    if dialect is F.NVFP4_MODELOPT:
+        return {"weight": codes, "weight_scale": block_scale, "weight_scale_2": torch.tensor(scale)}
+    encode = torch.tensor([1 / scale])
+    return {"weight_packed": codes, "weight_scale": block_scale, "weight_global_scale": encode}
 
 
-def _codes() -> torch.Tensor:
-    return torch.full((2, 16), 0x72, dtype=torch.uint8)  # 1 and 6, alternating
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_a_weight_is_whole_when_its_last_part_has_come(order: tuple[int, ...]) -> None:
+    a = stored(F.NVFP4_MODELOPT, "weight", "weight_scale", "weight_scale_2")
+    b = stored(F.BF16, "weight", name="b.weight")
+    names = ["a.weight", "a.weight_scale", "a.weight_scale_2", "b.weight"]
+    collector = PartCollector([a, b])
+    whole: list[str] = []
+    for at, index in enumerate(order):
+        taken = collector.add(names[index], torch.tensor(float(index)))
+        done = {order[i] for i in range(at + 1)}
+        if taken is not None:
+            whole.append(taken[0].name)
+            if taken[0] is a:
+                assert {part: int(value) for part, value in taken[1].items()} == {
+                    "weight": 0,
+                    "weight_scale": 1,
+                    "weight_scale_2": 2,
+                }
+        assert set(collector.unfinished()) == {
+            name
+            for name, needs in (("a.weight", {0, 1, 2}), ("b.weight", {3}))
+            if not needs <= done
+        }
+    assert sorted(whole) == ["a.weight", "b.weight"]
 
 
-def _block_scale() -> torch.Tensor:
-    return torch.full((2, 2), 3.0).to(torch.float8_e4m3fn)
+@pytest.mark.parametrize("dialect", [F.NVFP4_MODELOPT, F.NVFP4_COMPRESSED])
+def test_both_dialects_yield_scales_that_decode(dialect: SourceFormat) -> None:
+    parts = nvfp4_parts(dialect)
+    inputs = {"input_scale": torch.tensor(0.5)}
+    if dialect is F.NVFP4_COMPRESSED:
+        inputs = {"input_global_scale": torch.tensor([2.0])}
+    whole = assemble(stored(dialect, *parts), parts | inputs, dtype=torch.float32, device=CPU)
+    assert isinstance(whole, Nvfp4Matrix)
+    assert whole.global_scale.shape == ()
+    assert float(whole.global_scale) == 0.25
+    assert whole.input_scale is not None
+    assert float(whole.input_scale) == 0.5
+    assert decode(whole, torch.float32)[0, :2].tolist() == [0.5 * 3 * 0.25, 2 * 3 * 0.25]
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_a_weight_leaves_when_its_last_part_arrives(order: tuple[int, ...]) -> None:
-    weight = _weight("a", SourceFormat.NVFP4_MODELOPT, "weight", "weight_scale", "weight_scale_2")
-    words = list(weight.parts)
-    collector = PartCollector([weight])
-    for step, at in enumerate(order):
-        got = collector.add(f"a.{words[at]}", torch.tensor(float(at)))
-        assert (got is not None) == (step == 2)
-    assert got is not None
-    assert {part: value.item() for part, value in got[1].items()} == {
-        word: float(at) for at, word in enumerate(words)
-    }
-    assert collector.unfinished() == []
+@pytest.mark.parametrize("dialect", [F.NVFP4_MODELOPT, F.NVFP4_COMPRESSED])
+def test_an_input_scale_is_optional(dialect: SourceFormat) -> None:
+    parts = nvfp4_parts(dialect)
+    whole = assemble(stored(dialect, *parts), parts, dtype=torch.float32, device=CPU)
+    assert isinstance(whole, Nvfp4Matrix)
+    assert whole.input_scale is None
 
 
-def test_what_never_became_whole_is_named() -> None:
-    collector = PartCollector([MODELOPT, COMPRESSED])
-    assert collector.add("a.weight", _codes()) is None
-    assert collector.unfinished() == ["a.weight", "b.weight"]
-
-
-def test_both_nvfp4_dialects_mean_the_same_numbers() -> None:
-    """ModelOpt multiplies by its scales, compressed-tensors divides: 6 * 3 * 0.25 = 4.5."""
-    mine = assemble(
-        MODELOPT,
-        {
-            "weight": _codes(),
-            "weight_scale": _block_scale(),
-            "weight_scale_2": torch.tensor(0.25),
-            "input_scale": torch.tensor(0.5),
-        },
-        dtype=torch.float32,
-        device=CPU,
-    )
-    theirs = assemble(
-        COMPRESSED,
-        {
-            "weight_packed": _codes(),
-            "weight_scale": _block_scale(),
-            "weight_global_scale": torch.tensor([4.0]),
-            "input_global_scale": torch.tensor([2.0]),
-        },
-        dtype=torch.float32,
-        device=CPU,
-    )
-    assert isinstance(mine, Nvfp4Matrix)
-    assert isinstance(theirs, Nvfp4Matrix)
-    assert mine.global_scale == theirs.global_scale == 0.25
-    assert mine.input_scale == theirs.input_scale == 0.5
-    expected = torch.tensor([0.75, 4.5]).repeat(2, 16)
-    assert torch.equal(decode(mine, torch.float32), expected)
-    assert torch.equal(decode(theirs, torch.bfloat16), expected.bfloat16())
-
-
-def test_fp8_becomes_values_of_the_dtype_asked_for() -> None:
-    codes = torch.full((2, 32), 1.5).to(torch.float8_e4m3fn)
-    tensor = _weight("c", SourceFormat.FP8_TENSOR, "weight", "weight_scale")
-    block = _weight("d", SourceFormat.FP8_BLOCK, "weight", "weight_scale_inv")
-    scale = torch.tensor(0.1)
+@pytest.mark.parametrize("part", ["weight_scale", "weight_scale_inv"])
+def test_fp8_is_decoded_to_the_type_asked_for(part: str) -> None:
+    codes = torch.full((2, 16), 1.125).to(torch.float8_e4m3fn)
+    scale = torch.tensor(1 / 3) if part == "weight_scale" else torch.tensor([[1 / 3]])
+    form = F.FP8_TENSOR if part == "weight_scale" else F.FP8_BLOCK
+    weight, parts = stored(form, "weight", part), {"weight": codes, part: scale}
     for dtype in (torch.bfloat16, torch.float32):
-        expected = (torch.full((2, 32), 1.5) * scale).to(dtype)
-        one = assemble(tensor, {"weight": codes, "weight_scale": scale}, dtype=dtype, device=CPU)
-        parts = {"weight": codes, "weight_scale_inv": scale.reshape(1, 1)}
-        other = assemble(block, parts, dtype=dtype, device=CPU)
-        assert isinstance(one, torch.Tensor)
-        assert isinstance(other, torch.Tensor)
-        assert torch.equal(one, expected)
-        assert torch.equal(other, expected)
+        value = assemble(weight, parts, dtype=dtype, device=CPU)
+        assert isinstance(value, Tensor)
+        assert value.dtype == dtype
+        assert float(value[1, 5]) == float((torch.tensor(1.125) * torch.tensor(1 / 3)).to(dtype))
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
-def test_a_scale_that_would_make_nan_is_refused_by_name(bad: float) -> None:
-    parts = {
-        "weight": _codes(),
-        "weight_scale": _block_scale(),
-        "weight_scale_2": torch.tensor(bad),
-        "input_scale": torch.tensor(1.0),
-    }
-    with pytest.raises(CheckpointError, match=r"a\.weight_scale_2 is not a positive"):
-        assemble(MODELOPT, parts, dtype=torch.float32, device=CPU)
+def test_a_plain_weight_keeps_its_type_and_its_storage() -> None:
+    tensor = torch.ones(2, 16, dtype=torch.float16)
+    whole = assemble(stored(F.FP16, "weight"), {"weight": tensor}, dtype=torch.float32, device=CPU)
+    assert whole is tensor
+    assert decode(whole, torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("part", ["weight_scale_2", "input_scale"])
+def test_a_scale_that_is_no_positive_number_is_refused_by_name(part: str, bad: float) -> None:
+    parts = nvfp4_parts(F.NVFP4_MODELOPT) | {"input_scale": torch.tensor(1.0)}
+    parts[part] = torch.tensor(bad)
+    weight = stored(F.NVFP4_MODELOPT, *parts)
+    with pytest.raises(CheckpointError, match=f"a.{part}"):
+        assemble(weight, parts, dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize(("bad", "refused"), [(0.0, False), (float("nan"), True), (-1.0, True)])
+def test_an_fp8_block_of_zeros_may_have_a_scale_of_zero(bad: float, *, refused: bool) -> None:
+    codes = torch.zeros(2, 16).to(torch.float8_e4m3fn)
+    parts = {"weight": codes, "weight_scale_inv": torch.tensor([[bad]])}
+    weight = stored(F.FP8_BLOCK, *parts)
+    if refused:
+        with pytest.raises(CheckpointError, match=r"a\.weight_scale_inv"):
+            assemble(weight, parts, dtype=torch.float32, device=CPU)
+    else:
+        value = assemble(weight, parts, dtype=torch.float32, device=CPU)
+        assert isinstance(value, Tensor)
+        assert not value.any()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from tetrarch.models.names import Ignored
 from tetrarch.models.report import Decoded, LoadReport, Unused
 from tetrarch.numerics.contract import SourceFormat
 
@@ -32,3 +33,7 @@ def test_the_lines_hold_every_number() -> None:
         "4 dense weights stored as nvfp4_modelopt are decoded: 9.0 KiB become 32.0 KiB",
         "not loaded: 2 of kind mtp",
     ]
+
+
+def test_every_reason_of_the_name_plan_is_a_kind_of_the_report() -> None:
+    assert {str(reason) for reason in Ignored} <= {str(kind) for kind in Unused}

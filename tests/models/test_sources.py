@@ -1,108 +1,137 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Headers tell everything about a checkpoint before a tensor is read; damage is named."""
+"""A source knows its tensors before it reads one, and says what is wrong with its files."""
 
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from tetrarch.core.errors import CheckpointError
 from tetrarch.models.sources import SafetensorsSource, TensorSource, reading_order
 
-TENSORS = {
-    "model.layers.10.w": torch.arange(6.0).reshape(2, 3),
-    "model.layers.2.w": torch.ones(4, dtype=torch.bfloat16),
-    "model.norm.weight": torch.zeros(3, dtype=torch.float8_e4m3fn),
-}
+INDEX = "model.safetensors.index.json"
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
-def _sharded(folder: Path) -> Path:
-    """Two shards in an order that is not the reading order."""
-    first = {"model.layers.10.w": TENSORS["model.layers.10.w"]}
-    second = {name: value for name, value in TENSORS.items() if name not in first}
-    save_file(first, folder / "a.safetensors")
-    save_file(second, folder / "b.safetensors")
-    index = dict.fromkeys(first, "a.safetensors") | dict.fromkeys(second, "b.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    return folder
+def tensors() -> dict[str, Tensor]:
+    return {f"layers.{layer}.up.weight": torch.full((2, 3), float(layer)) for layer in range(12)}
 
 
-def test_headers_are_complete_before_anything_is_read(tmp_path: Path) -> None:
-    source = SafetensorsSource(_sharded(tmp_path))
-    assert {
-        name: (header.shape, header.dtype, header.num_bytes)
-        for name, header in source.headers.items()
-    } == {
-        "model.layers.10.w": ((2, 3), torch.float32, 24),
-        "model.layers.2.w": ((4,), torch.bfloat16, 8),
-        "model.norm.weight": ((3,), torch.float8_e4m3fn, 3),
-    }
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """Even layers in one shard, odd ones in the other."""
+    index: dict[str, str] = {}
+    for shard, name in enumerate(SHARDS):
+        part = {key: value for key, value in tensors().items() if value[0, 0] % 2 == shard}
+        save_file(part, tmp_path / name)
+        index |= dict.fromkeys(part, name)
+    (tmp_path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return tmp_path
 
 
-def test_numbers_in_names_count(tmp_path: Path) -> None:
-    source = SafetensorsSource(_sharded(tmp_path))
-    order = reading_order(source.headers)
-    assert order == ["model.layers.2.w", "model.layers.10.w", "model.norm.weight"]
-    for name, tensor in source.read(order):
-        assert torch.equal(tensor.float(), TENSORS[name].float())
+def edit_index(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    change(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def test_headers_are_known_without_reading(sharded: Path) -> None:
+    source = SafetensorsSource(sharded)
+    assert set(source.headers) == set(tensors())
+    header = source.headers["layers.3.up.weight"]
+    assert (header.shape, header.dtype, header.file) == ((2, 3), torch.float32, SHARDS[1])
+    assert header.num_bytes == 24
+    assert source.name == str(sharded)
+
+
+def test_tensors_come_in_the_order_asked_for_whatever_their_shard(sharded: Path) -> None:
+    source = SafetensorsSource(sharded)
+    names = reading_order(source.headers)
+    read = list(source.read(names))
+    assert [name for name, _ in read] == [f"layers.{layer}.up.weight" for layer in range(12)]
+    assert all(torch.equal(value, tensors()[name]) for name, value in read)
 
 
 def test_one_file_needs_no_index(tmp_path: Path) -> None:
-    save_file(TENSORS, tmp_path / "model.safetensors")
-    assert set(SafetensorsSource(tmp_path).headers) == set(TENSORS)
+    stored = {"a": torch.ones(2, dtype=torch.float8_e4m3fn), "b": torch.tensor(2.0)}
+    save_file(stored, tmp_path / "model.safetensors")
+    source = SafetensorsSource(tmp_path)
+    assert source.headers["a"].dtype == torch.float8_e4m3fn
+    assert source.headers["b"].shape == ()
+    assert dict(source.read(["b"]))["b"] == 2
 
 
-def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no safetensors"):
+def test_reading_maps_and_does_not_copy(tmp_path: Path) -> None:
+    save_file({"a": torch.arange(4)}, tmp_path / "model.safetensors")
+    source = SafetensorsSource(tmp_path)
+    (_, first), (_, second) = source.read(["a", "a"])
+    assert first.data_ptr() == second.data_ptr()
+
+
+def test_a_layers_experts_and_a_weights_parts_are_neighbours() -> None:
+    names = [
+        f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.{leaf}"
+        for layer in (2, 10)
+        for expert in (2, 10, 100)
+        for part in ("down", "gate", "up")
+        for leaf in ("input_scale", "weight", "weight_scale", "weight_scale_2")
+    ]
+    shuffled = random.Random(0).sample(names, len(names))
+    assert reading_order(shuffled) == names
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda f: (f / SHARDS[1]).unlink(), [SHARDS[1], "is missing"]),
+        (lambda f: truncate(f / SHARDS[1]), [SHARDS[1], "is damaged"]),
+        (lambda f: (f / SHARDS[1]).write_bytes(b""), [SHARDS[1], "is damaged"]),
+        (lambda f: (f / SHARDS[1]).write_bytes(b"\xff" * 64), [SHARDS[1], "is damaged"]),
+        (lambda f: (f / SHARDS[1]).write_text("version https://git-lfs"), [SHARDS[1], "damaged"]),
+        (lambda f: (f / INDEX).unlink(), ["no safetensors weights"]),
+        (lambda f: (f / INDEX).write_text("{"), [INDEX, "is damaged"]),
+        (lambda f: (f / INDEX).write_text('{"weight_map": []}'), [INDEX, "is damaged"]),
+        (
+            lambda f: edit_index(f, lambda index: index.update({"layers.99.x": SHARDS[0]})),
+            [INDEX, "1 tensors", f"layers.99.x in {SHARDS[0]}"],
+        ),
+        (
+            lambda f: edit_index(f, lambda index: index.update({"layers.1.up.weight": SHARDS[0]})),
+            [INDEX, "1 tensors", f"layers.1.up.weight in {SHARDS[0]}"],
+        ),
+        (lambda f: save_file(tensors(), f / SHARDS[1]), ["layers.0.up.weight twice", *SHARDS]),
+    ],
+)
+def test_damaged_files_are_named(
+    sharded: Path, damage: Callable[[Path], object], words: list[str]
+) -> None:
+    damage(sharded)
+    with pytest.raises(CheckpointError) as caught:
+        SafetensorsSource(sharded)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def test_a_type_that_torch_lacks_is_named(tmp_path: Path) -> None:
+    header = b'{"a":{"dtype":"F4","shape":[4],"data_offsets":[0,2]}}'
+    content = len(header).to_bytes(8, "little") + header + b"\0\0"
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match="is of type F4"):
         SafetensorsSource(tmp_path)
-
-
-@pytest.mark.parametrize("kept", [0, 4, 20, 100])
-def test_a_truncated_file_is_damaged(tmp_path: Path, kept: int) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file(TENSORS, path)
-    path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(CheckpointError, match="damaged"):
-        SafetensorsSource(tmp_path)
-
-
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    (_sharded(tmp_path) / "b.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"b\.safetensors is missing"):
-        SafetensorsSource(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', "{}"])
-def test_a_damaged_index_is_named(tmp_path: Path, text: str) -> None:
-    (_sharded(tmp_path) / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
-        SafetensorsSource(tmp_path)
-
-
-def test_an_index_that_promises_more_than_its_shards_hold_is_refused(tmp_path: Path) -> None:
-    path = _sharded(tmp_path) / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    index["weight_map"]["model.layers.3.w"] = "a.safetensors"
-    path.write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"1 tensors.*") as caught:
-        SafetensorsSource(tmp_path)
-    assert "model.layers.3.w in a.safetensors" in caught.value.why
-
-
-def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
-    folder = _sharded(tmp_path)
-    save_file(TENSORS, folder / "b.safetensors")
-    with pytest.raises(CheckpointError, match="twice"):
-        SafetensorsSource(folder)
 
 
 def test_live_tensors_are_a_source_too() -> None:
-    source = TensorSource(TENSORS)
-    assert source.headers["model.layers.2.w"].num_bytes == 8
-    [(name, tensor)] = source.read(["model.norm.weight"])
-    assert name == "model.norm.weight"
-    assert tensor is TENSORS["model.norm.weight"]
+    source = TensorSource(tensors())
+    assert source.headers["layers.3.up.weight"].shape == (2, 3)
+    assert [float(value[0, 0]) for _, value in source.read(["layers.3.up.weight"])] == [3.0]
+    assert source.name == "live tensors"
