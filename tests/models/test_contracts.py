@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
 
+from tetrarch.config.cli import read_keywords
+from tetrarch.config.launch import plan_launch
 from tetrarch.core.errors import CheckpointError
+from tetrarch.models.build import build_model
+from tetrarch.models.describe import describe
 from tetrarch.models.sources import SafetensorsSource, TensorSource
 from tetrarch.numerics.contract import Activations, Quantization
 
@@ -45,6 +50,35 @@ def test_a_checkpoints_own_exclusions_do_not_exempt_its_experts(lab: Any) -> Non
     assert model.experts[excluded].weights["gate_up"].dtype == torch.uint8
     want = torch.stack([values[f"{other}.{expert}.down_proj.weight"] for expert in range(4)])
     assert torch.equal(model.experts[other].weights["down"], want.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("said", "exempt"),
+    [
+        ({"quantization": "nvfp4_online"}, []),
+        ({"quantization": "nvfp4_online", "fp4_ignored_layers": ("model.layers.1",)}, [1]),
+        ({"quantization": "modelopt_fp4"}, [0]),  # the control: here the list counts
+    ],
+)
+def test_a_list_in_config_json_reaches_no_expert_online(
+    lab: Any, said: dict[str, Any], exempt: list[int]
+) -> None:
+    """The same from what an operator types to the bytes of a layer; the list names layer 0."""
+
+    def quantized(name: str) -> bool:
+        return lab.experts(name) and ".layers.0." not in name
+
+    path, _ = lab.store(lab.ragged("qwen3_moe"), "fp8_block", quantized)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["model.layers.0.mlp", "lm_head"]
+    (path / "config.json").write_text(json.dumps(config))
+    reading = read_keywords({"model": path, "device": "cpu", "dtype": "bfloat16", **said}, {})
+    plan = plan_launch(reading, describe=describe)
+    model = build_model(plan)
+    lab.fill(model, SafetensorsSource(path), plan)
+    kinds = [layer.weights["gate_up"].dtype for layer in model.experts.values()]
+    assert [index for index, kind in enumerate(kinds) if kind != torch.uint8] == exempt
+    assert {kinds[index] for index in exempt} <= {torch.bfloat16}
 
 
 def test_a_serialized_layer_that_is_ignored_is_decoded(lab: Any) -> None:
