@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Control endpoints: abort and flush."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import ScriptedServer
+
+ENDLESS = {"ignore_eos": True, "max_new_tokens": 100_000}
+
+
+def start(server: ScriptedServer, pool: ThreadPoolExecutor, *rids: str) -> list[Any]:
+    count = len(server.engine.requests)
+    futures = [
+        pool.submit(
+            server.http.post,
+            "/generate",
+            json={"input_ids": [5], "rid": rid, "sampling_params": ENDLESS},
+        )
+        for rid in rids
+    ]
+    while len(server.engine.requests) < count + len(rids):
+        time.sleep(0.005)
+    time.sleep(0.02)
+    return futures
+
+
+def abort(server: ScriptedServer, body: Any) -> int:
+    response = server.http.post("/abort_request", json=body)
+    assert response.status_code == 200
+    return response.json()["aborted"]
+
+
+def test_abort_is_exact_unless_a_prefix_is_asked_for(server: ScriptedServer) -> None:
+    with ThreadPoolExecutor() as pool:
+        first, second, third, other = start(server, pool, "a", "ab", "abc", "z")
+        assert abort(server, {"rid": "ab"}) == 1
+        reply = second.result(5)
+        assert reply.status_code == 200
+        assert reply.json()["meta_info"]["finish_reason"]["type"] == "abort"
+        assert not first.done()
+        assert not third.done()
+        assert abort(server, {"rid": "a", "prefix": True}) == 2
+        assert not other.done()
+        assert abort(server, {"abort_all": True}) == 1
+        assert [f.result(5).status_code for f in (first, third, other)] == [200] * 3
+
+
+@pytest.mark.parametrize("body", [{}, {"rid": ""}, {"rid": None, "prefix": True}, {"rid": "ghost"}])
+def test_nobody_is_aborted_by_an_empty_or_unknown_id(server: ScriptedServer, body: Any) -> None:
+    with ThreadPoolExecutor() as pool:
+        [running] = start(server, pool, "alone")
+        assert abort(server, body) == 0
+        assert not running.done()
+        assert abort(server, {"abort_all": True}) == 1
+
+
+def test_a_missing_body_is_an_empty_one(server: ScriptedServer) -> None:
+    assert server.http.post("/abort_request").json() == {"aborted": 0}
+
+
+def test_flush_answers_in_text_or_json(server: ScriptedServer) -> None:
+    for method in ("GET", "POST"):
+        text = server.http.request(method, "/flush_cache")
+        assert (text.status_code, text.text) == (200, "flushed\n")
+    reply = server.http.get("/flush_cache", headers={"Accept": "application/json"})
+    assert reply.json() == {"success": True, "message": "flushed"}
+
+
+def test_flush_fails_while_requests_run(server: ScriptedServer) -> None:
+    with ThreadPoolExecutor() as pool:
+        start(server, pool, "busy")
+        reply = server.http.get("/flush_cache", headers={"Accept": "application/json"})
+        assert reply.status_code == 400
+        assert reply.json() == {"success": False, "message": "requests are running"}
+        abort(server, {"rid": "busy"})
+
+
+@pytest.mark.parametrize("timeout", ["nan", "-1", "inf", "3601", "soon"])
+def test_a_senseless_timeout_is_refused(server: ScriptedServer, timeout: str) -> None:
+    reply = server.http.get(f"/flush_cache?timeout={timeout}")
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "timeout"
+    assert "3600" in reply.json()["error"]["message"]

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server says about itself."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
+
+    from conftest import ScriptedServer
+
+
+def test_the_model_card_is_constant(server: ScriptedServer) -> None:
+    [card] = server.http.get("/v1/models").json()["data"]
+    assert card["id"] == "tetrarch-demo"
+    assert card["created"] == server.door.created
+    assert card["max_model_len"] == 256
+    assert server.http.get("/v1/models/tetrarch-demo").json() == card
+
+
+def test_another_model_is_not_found_in_the_openai_shape(server: ScriptedServer) -> None:
+    reply = server.http.get("/v1/models/org/other")
+    assert reply.status_code == 404
+    error = reply.json()["error"]
+    assert error["code"] == "model_not_found"
+    assert error["param"] == "model"
+    assert "org/other" in error["message"]
+
+
+def test_model_info_names_the_checkpoint(server: ScriptedServer) -> None:
+    info = server.http.get("/model_info").json()
+    assert info["model_path"] == server.door.plan.model.path
+    assert info["weight_version"] == "v7"
+    assert info["model_type"] == "qwen3_moe"
+    assert info["architectures"] == ["Qwen3MoeForCausalLM"]
+    assert info["is_generation"] is True
+    assert server.http.get("/get_model_info").json() == info
+    assert server.http.get("/get_weight_version").json() == {"weight_version": "v7"}
+
+
+def test_server_info_holds_plan_sizes_and_state(server: ScriptedServer) -> None:
+    server.http.get("/health_generate")  # a heartbeat has come
+    info = server.http.get("/server_info").json()
+    assert info["status"] == "ready"
+    assert info["max_total_num_tokens"] == 4096
+    assert info["max_req_input_len"] == 255
+    assert (info["tp_size"], info["dp_size"], info["ep_size"], info["pp_size"]) == (1, 1, 1, 1)
+    assert (info["nnodes"], info["node_rank"], info["enable_memory_saver"]) == (1, 0, False)
+    assert info["plan"]["model"]["facts"]["num_experts"] == 8
+    assert any(decision["field"] == "quantization" for decision in info["resolution_log"])
+    [state] = info["internal_states"]
+    assert state["memory_usage"] == {
+        "weight": 1.0,
+        "kvcache": 2.0,
+        "token_capacity": 4096,
+        "graph": {},
+    }
+    assert state["counters"]["prompt_tokens_total"] == 7
+    assert server.http.get("/get_server_info").json()["version"] == info["version"]
+
+
+def test_the_command_line_is_shown_without_its_keys(
+    keyed_server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["tetrarch", "serve", "--api-key", "open", "--admin-api-key=sesame", "--port", "1"]
+    monkeypatch.setattr(sys, "argv", command)
+    reply = keyed_server.http.get("/server_info", headers={"Authorization": "Bearer open"})
+    shown = reply.json()["launch_command"]
+    assert shown == "tetrarch serve --api-key *** --admin-api-key=*** --port 1"
+    assert reply.json()["plan"]["serve"]["admin_api_key"] == "***"
+    assert "sesame" not in reply.text
