@@ -212,7 +212,7 @@ def _rids(rid: str | list[str] | None, count: int, *, is_batch: bool) -> tuple[s
 
 def _picked(value: list[Any] | None, lists: _PerPrompt) -> list[tuple[int, ...]]:
     """One list of ids for all prompts, or one (or null) for each."""
-    one_for_all = not value or all(type(each) is int for each in value)
+    one_for_all = not any(each is None or isinstance(each, list) for each in value or ())
     chosen = [value] * lists.count if one_for_all else lists.of("token_ids_logprob", value)
     picked: list[tuple[int, ...]] = []
     for each in chosen:

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Outputs as they grow, and what becomes of them when their client has gone."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tetrarch.engine.request import Delta, FinishReason, GenerateRequest, SamplingParams
+from tetrarch.executor.step import TokenLogprob
+from tetrarch.serve.outputs import Output
+
+if TYPE_CHECKING:
+    from conftest import ScriptedServer
+
+ENDLESS = {"ignore_eos": True, "max_new_tokens": 100_000}
+
+
+def test_a_piece_is_what_is_new(server: ScriptedServer) -> None:
+    tokenizer = server.door.tokenizer
+    request = GenerateRequest(rid="r", prompt_ids=(5,), sampling=SamplingParams())
+    output, ids = Output(0, request, tokenizer), tokenizer.encode("one two three")
+    texts: list[str] = []
+    for token_id in ids:
+        scored = TokenLogprob(token_id, -1.0, top=(), picked=())
+        output.push(Delta(rid="r", token_ids=(token_id,), logprobs=(scored,)))
+        piece = output.piece()
+        assert piece.token_ids == [token_id]
+        assert piece.logprobs == [scored]
+        assert piece.is_first is (len(texts) == 0)
+        texts.append(piece.text)
+    output.push(Delta(rid="r", finish=FinishReason(kind="length", length=len(ids))))
+    texts.append(output.piece().text)
+    assert "".join(texts) == output.text == "one two three"
+    assert output.token_ids == ids
+
+
+def post(path: str, body: Any) -> bytes:
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content
+
+
+@contextmanager
+def connected(server: ScriptedServer, path: str, **body: Any) -> Iterator[socket.socket]:
+    """A client that has sent a request, and hangs up at the end."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(post(path, body))
+        yield connection
+
+
+def wait(condition: Callable[[], bool]) -> float:
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < 5
+        time.sleep(0.002)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"input_ids": [[5], [6]], "sampling_params": ENDLESS}),
+        ("/v1/completions", {"prompt": "a", "ignore_eos": True, "max_tokens": 100_000, "n": 2}),
+    ],
+)
+def test_a_client_that_hangs_up_is_noticed_and_leaves_nothing(
+    server: ScriptedServer, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    count = len(server.engine.aborts)
+    with connected(server, path, **body, stream=stream):
+        wait(lambda: server.client.num_pending == 2)
+    assert wait(lambda: len(server.engine.aborts) == count + 2) < 0.5
+    assert server.client.num_pending == 0
+    assert all(abort.quiet for abort in server.engine.aborts[count:])
+
+
+def test_a_queued_request_is_dropped_too(server: ScriptedServer) -> None:
+    server.engine.pause = True
+    with connected(server, "/generate", text="a", rid="gone", stream=True):
+        wait(lambda: server.client.num_pending == 1)
+    assert wait(lambda: server.client.num_pending == 0) < 0.5
+    server.engine.pause = False
+    wait(lambda: server.engine.aborts[-1].rid == "gone")
+
+
+def test_a_failure_of_one_output_fails_and_frees_the_request(server: ScriptedServer) -> None:
+    server.engine.refuse_with = FinishReason(
+        kind="abort", message="logits are NaN", status=500, code="nan_logits"
+    )
+    reply = server.http.post("/generate", json={"text": ["a", "b"]})
+    server.engine.refuse_with = None
+    assert reply.status_code == 500
+    assert reply.json()["error"]["message"] == "logits are NaN"
+    assert reply.json()["error"]["type"] == "nan_logits"
+    assert server.client.num_pending == 0
+
+
+def test_death_ends_a_stream_with_an_error_event(fresh_server: ScriptedServer) -> None:
+    fresh_server.make_ready()
+    body = {"text": "a", "stream": True, "sampling_params": ENDLESS}
+    with fresh_server.http.stream("POST", "/generate", json=body) as reply:
+        lines = reply.iter_lines()
+        assert json.loads(next(lines).removeprefix("data: "))["output_ids"]
+        fresh_server.engine.die()
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == 503
+    late = fresh_server.http.post("/generate", json={"text": "a"})
+    assert late.status_code == 503
+    assert late.headers["retry-after"] == "5"
