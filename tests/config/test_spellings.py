@@ -28,6 +28,17 @@ def test_keywords_include_other_engines_names() -> None:
     assert not sayings.errors
 
 
+def test_sglangs_switches_stand_for_activations_and_a_wire() -> None:
+    for name, field, value in (
+        ("SGLANG_FLASHINFER_NVFP4_PER_TOKEN_ACTIVATION", "moe_activations", "per_token"),
+        ("SGLANG_FLASHINFER_CUTEDSL_NVFP4_W4A16", "moe_activations", "bf16"),
+        ("SGLANG_MOE_NVFP4_DISPATCH", "moe_wire", "nvfp4"),
+    ):
+        sayings = said(**{name: "true"})
+        assert vars(sayings.settle())[field] == value
+        assert not sayings.errors
+
+
 def test_a_switch_that_is_off_says_nothing() -> None:
     sayings = said(SGLANG_FLASHINFER_CUTEDSL_NVFP4_W4A16="0")
     sayings.keyword("disable_radix_cache", False)
