@@ -59,7 +59,7 @@ def _penalises(spec: SampleSpec) -> bool:
 
 def _penalise_(logits: Tensor, rows: Sequence[tuple[int, SampleSpec]]) -> None:
     seen: list[tuple[int, np.ndarray]] = []
-    factors: list[np.ndarray] = []  # (3, n) a row: repetition, what to subtract, 0
+    factors: list[np.ndarray] = []  # (2, n) a row: what to divide or multiply by, what to subtract
     for row, spec in rows:
         output = np.array(spec.output_ids, np.int64)
         prompt = np.array(spec.prompt_ids, np.int64)
