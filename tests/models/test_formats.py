@@ -138,3 +138,12 @@ def test_parts_of_the_wrong_shape_or_type_are_named(parts: Parts, words: str) ->
     assert isinstance(found, tuple)
     assert found[0] is Fault.MISMATCHED
     assert words in found[1]
+
+
+def test_a_scale_of_awq_is_refused_by_name() -> None:
+    header = TensorHeader((64,), torch.bfloat16, "f")
+    name = "experts.0.down_proj.pre_quant_scale"
+    assert recognise(name, {"weight": (name, header)}) == (
+        Fault.REFUSED,
+        f"{name}: AWQ, whose inputs are scaled per channel",
+    )

@@ -31,8 +31,8 @@ def resolve_threads(
     args: LaunchArgs, parallel: ParallelPlan, device: Device, ledger: Ledger
 ) -> int:
     """Settle the CPU threads of one engine process."""
-    # On two cores the demo model made 775 tokens/s with one thread and 605 with two, because the
-    # second one and the HTTP process took turns (16 streams, CPU, 2026-11-30).
+    # On two busy cores two threads made a fifth fewer tokens/s than one, because the second one
+    # and the HTTP process took turns (demo model, 16 streams, 2026-11-30).
     share = max(1, (device.physical_cores - 1) // parallel.world_size)
     why = f"{device.physical_cores} physical cores, of which one is left to the HTTP process"
     if device.arch is not Arch.CPU and share > _GPU_THREADS:

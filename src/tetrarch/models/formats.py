@@ -115,6 +115,8 @@ def _and(words: Mapping[str, object] | list[str]) -> str:
 
 def _refusal(name: str, payload: TensorHeader, headers: Mapping[str, TensorHeader]) -> str | None:
     """Name a format we know and do not load."""
+    if name.endswith(".pre_quant_scale"):
+        return f"{name}: AWQ, whose inputs are scaled per channel"
     if name.endswith(("_blocks", "_scales")) and payload.dtype == torch.uint8:
         return f"{name}: MXFP4"
     scale = headers.get("weight_scale") or headers.get("weight_scale_inv")
