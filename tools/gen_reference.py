@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write `docs/reference/{settings,environment,support}.md` from the declarations in `config/`.
+"""Write `docs/reference/{settings,environment,support,http}.md` from what declares them.
 
 python tools/gen_reference.py           write them
 python tools/gen_reference.py --check   exit with 1 when a page is stale
@@ -15,9 +15,10 @@ from pathlib import Path
 from tetrarch.config.args import GROUPS, LaunchArgs
 from tetrarch.config.resolve_host import PROCESS_ENV
 from tetrarch.config.spellings import VARIABLES
-from tetrarch.config.support import markdown
+from tetrarch.config.support import markdown as support_table
 from tetrarch.core.knob import KnobField, knobs
 from tetrarch.numerics.contract import CONTRACTS, QuantContract, Scale
+from tetrarch.serve.reference import markdown as http_page
 
 ROOT = Path(__file__).parents[1]
 NOTE = (
@@ -48,6 +49,7 @@ def pages() -> dict[str, str]:
         "settings.md": _settings(),
         "environment.md": _environment(),
         "support.md": _support(),
+        "http.md": f"{NOTE.format(source='serve/routes.py')}\n\n{http_page()}",
     }
 
 
@@ -143,7 +145,7 @@ def _support() -> str:
                 "\n".join(head + [_contract(row) for row in CONTRACTS]),
                 "## Routes",
                 "A row that is absent is unsupported. `auto` takes the first row that fits.",
-                markdown(),
+                support_table(),
             )
         )
         + "\n"

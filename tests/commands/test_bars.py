@@ -7,10 +7,7 @@ from tetrarch.commands.bars import Bars
 
 
 def _shown(bars: Bars) -> list[tuple[float, float | None, str]]:
-    return [
-        (task.completed, task.total, task.fields["done"])
-        for task in bars._progress.tasks
-    ]
+    return [(task.completed, task.total, task.fields["done"]) for task in bars._progress.tasks]
 
 
 def test_a_bar_moves_and_goes_away() -> None:
