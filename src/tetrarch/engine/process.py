@@ -68,7 +68,9 @@ class EngineProcess:
         watch = threading.Thread(target=_watch, args=(self._child, ended), daemon=True)
         watch.start()
         self._end = weakref.finalize(self, _end, self._child, folder, watch)
-        weakref.finalize(self, os.close, self.sentinel)  # a connection may watch it until then
+        # A connection may use these until then.
+        weakref.finalize(self, os.close, self.sentinel)
+        weakref.finalize(self, _close_sockets, self._context, self.inbound, self.outbound)
         self._hand_over((folder, plan))
 
     @property
@@ -165,6 +167,16 @@ def _watch(child: subprocess.Popen[bytes], ended: int) -> None:
     """Close the other end of the sentinel when the child has ended."""
     child.wait()
     os.close(ended)
+
+
+def _close_sockets(context: zmq.Context[zmq.Socket[bytes]], *sockets: zmq.Socket[bytes]) -> None:
+    """Close sockets before their context, which would wait for them for ever.
+
+    The garbage collector guarantees no such order where they are part of a cycle.
+    """
+    for socket in sockets:
+        socket.close()
+    context.term()
 
 
 def _end(child: subprocess.Popen[bytes], folder: str, watch: threading.Thread) -> None:
