@@ -18,7 +18,14 @@ from typing import Any, Protocol
 import msgspec
 
 from tetrarch.core.errors import EngineDead, RequestError
-from tetrarch.engine.messages import Abort, ControlReply, Heartbeat, Inbound, Outbound, Ready
+from tetrarch.engine.messages import (
+    Abort,
+    ControlReply,
+    Heartbeat,
+    Inbound,
+    Outbound,
+    Ready,
+)
 from tetrarch.engine.request import Delta, GenerateRequest
 from tetrarch.engine.validation import Limits
 from tetrarch.serve.mailbox import Mailbox
@@ -258,9 +265,12 @@ class EngineClient:
 
     def abort_all_now(self) -> None:
         """End everything that runs, also while stopping; the clients get what there is."""
+        self._send_if_alive(Abort(everything=True))
+
+    def _send_if_alive(self, message: Inbound) -> None:
         if self._link is not None:
-            with suppress(EngineDead):
-                self._link.send(Abort(everything=True))
+            with suppress(EngineDead):  # then there is nothing left to end
+                self._link.send(message)
 
     def limits(self) -> Limits:
         """What bounds a request.

@@ -97,12 +97,11 @@ class _CompletionWriter:
 
     def _choice(self, output: Output) -> CompletionChoice:
         piece = output.piece()
-        before = ""
-        if piece.is_first and self._body.echo:
-            before = self._prompt_texts[output.index // self._job.num_choices]
+        echoes = piece.is_first and bool(self._body.echo)
+        before = self._prompt_texts[output.index // self._job.num_choices] if echoes else ""
         logprobs = None
         if self._body.logprobs is not None:
-            logprobs = self._logprobs(output, piece.logprobs, with_prompt=bool(before))
+            logprobs = self._logprobs(output, piece.logprobs, with_prompt=echoes)
         finish, with_ids = output.finish, self._body.return_token_ids
         first_ids = list(output.request.prompt_ids) if with_ids and piece.is_first else None
         return CompletionChoice(

@@ -158,11 +158,10 @@ class _Life:
         """Serve on `listener` until a signal, or until the engine fails to start."""
         follow = asyncio.create_task(self._follow_engine())
         await self._server.serve(sockets=[listener])
-        # Also ends the wait for a start that is still going on in a thread.
-        await asyncio.to_thread(self._engine.close)
         for task in self._tasks:
             task.cancel()
-        await follow
+        await asyncio.to_thread(self._engine.close)
+        await follow  # ends with the engine
         if self._failure is not None:
             raise self._failure
 
