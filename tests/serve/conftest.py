@@ -248,6 +248,7 @@ class ScriptedServer:
     def make_ready(self) -> None:
         ready = Ready(payload=self.engine.facts)
         self.call(lambda: self._start(ready))
+        self.call(lambda: None)  # the client's task has begun
 
     def _start(self, ready: Ready) -> None:
         self._task = self._loop.create_task(self.client.run(self.engine, ready))
