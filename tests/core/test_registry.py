@@ -15,6 +15,8 @@ def test_listing_does_not_import_and_asking_does() -> None:
     sys.modules.pop("colorsys", None)
     assert list(registry) == ["colors", "absent"]
     assert len(registry) == 2
+    assert "colors" in registry
+    assert "other" not in registry
     assert "colorsys" not in sys.modules
     assert registry["colors"](1.0, 0.0, 0.0) == (0.0, 1.0, 1.0)
     with pytest.raises(ModuleNotFoundError):

@@ -24,6 +24,9 @@ class Registry(Mapping[str, Any]):
         module, _, attribute = self._targets[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._targets  # the mapping's own way would import
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._targets)
 
