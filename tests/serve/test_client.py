@@ -34,7 +34,7 @@ class Pipe:
     def __init__(self) -> None:
         self.sent: list[Inbound] = []
         self.is_dead = False
-        self._batches: asyncio.Queue[list[Outbound] | EngineDead] = asyncio.Queue()
+        self._batches: asyncio.Queue[list[Outbound] | Exception] = asyncio.Queue()
 
     def send(self, message: Inbound) -> None:
         if self.is_dead:
@@ -43,7 +43,7 @@ class Pipe:
 
     async def receive(self) -> list[Outbound]:
         batch = await self._batches.get()
-        if isinstance(batch, EngineDead):
+        if isinstance(batch, Exception):
             raise batch
         return batch
 
@@ -51,8 +51,8 @@ class Pipe:
         self._batches.put_nowait(list(messages))
         await settle()
 
-    async def die(self) -> None:
-        self._batches.put_nowait(DEATH)
+    async def die(self, error: Exception = DEATH) -> None:
+        self._batches.put_nowait(error)
         await settle()
 
     @property
@@ -74,6 +74,7 @@ def with_client(test: Callable[[EngineClient, Pipe], Awaitable[None]]) -> None:
         await settle()
         await test(client, pipe)
         task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(run())
 
@@ -197,6 +198,17 @@ def test_death_fails_everything_at_once() -> None:
         assert client.state is State.DEAD
         assert not client.is_alive
         assert client.num_pending == 0
+
+    with_client(check)
+
+
+def test_a_defect_while_reading_is_death_too() -> None:
+    async def check(client: EngineClient, pipe: Pipe) -> None:
+        mailbox = client.submit("a", requests("a"))
+        await pipe.die(ValueError("nonsense"))
+        with pytest.raises(EngineDead, match="nonsense"):
+            await mailbox.take()
+        assert client.state is State.DEAD
 
     with_client(check)
 

@@ -9,7 +9,14 @@ import pytest
 
 from tetrarch.core.errors import RequestError
 from tetrarch.engine.request import SamplingParams
-from tetrarch.serve.fields import OPENAI_LATER, SamplingFields, read_prompts, refuse_later
+from tetrarch.serve.fields import (
+    MAX_OUTPUTS,
+    OPENAI_LATER,
+    SamplingFields,
+    check_num_outputs,
+    read_prompts,
+    refuse_later,
+)
 
 
 def sampling(fields: SamplingFields, **defaults: Any) -> SamplingParams:
@@ -74,6 +81,13 @@ def test_anything_else_is_no_prompt(value: Any) -> None:
     assert caught.value.param == "prompt"
 
 
+def test_the_outputs_of_one_request_are_bounded() -> None:
+    check_num_outputs(MAX_OUTPUTS)
+    with pytest.raises(RequestError, match="16384 at most") as caught:
+        check_num_outputs(MAX_OUTPUTS + 1)
+    assert caught.value.param == "n"
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -81,7 +95,7 @@ def test_anything_else_is_no_prompt(value: Any) -> None:
         dict.fromkeys(OPENAI_LATER),
         {"tools": [], "suffix": "", "return_hidden_states": False},
         {"response_format": {"type": "text"}, "tool_choice": "auto"},
-        {"lora_path": [None, None]},
+        {"lora_path": [None, None], "modalities": ["text"], "use_beam_search": False},
     ],
 )
 def test_neutral_values_of_later_features_are_accepted(body: dict[str, Any]) -> None:
@@ -98,6 +112,9 @@ def test_neutral_values_of_later_features_are_accepted(body: dict[str, Any]) -> 
         {"tool_choice": "required"},
         {"suffix": "x"},
         {"regex": "a+"},
+        {"modalities": ["text", "audio"]},
+        {"input_ids": [1, 2]},
+        {"use_beam_search": True},
     ],
 )
 def test_a_request_for_a_later_feature_is_refused_by_name(body: dict[str, Any]) -> None:

@@ -18,19 +18,15 @@ from typing import Any, Protocol
 import msgspec
 
 from tetrarch.core.errors import EngineDead, RequestError
-from tetrarch.engine.messages import (
-    Abort,
-    ControlReply,
-    Heartbeat,
-    Inbound,
-    Outbound,
-    Ready,
-)
+from tetrarch.core.log import get_logger
+from tetrarch.engine.messages import Abort, ControlReply, Heartbeat, Inbound, Outbound, Ready
 from tetrarch.engine.request import Delta, GenerateRequest
 from tetrarch.engine.validation import Limits
 from tetrarch.serve.mailbox import Mailbox
 
 __all__ = ["EngineClient", "Link", "State"]
+
+_log = get_logger(__name__)
 
 STALE_S = 20.0
 """Without a heartbeat for so long the engine counts as dead until it speaks again."""
@@ -99,6 +95,11 @@ class EngineClient:
                     self._deliver(message)
         except EngineDead as error:
             self.die(error)
+        except Exception as error:  # a defect of ours; without this, clients would hang
+            _log.error("reading what the engine says failed", exc_info=error)
+            why = f"reading what it says failed: {error!r}"
+            self.die(EngineDead("the server has lost its engine", why=why, fix="restart it"))
+            raise
         finally:
             watch.cancel()
 

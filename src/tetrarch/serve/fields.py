@@ -22,12 +22,17 @@ __all__ = [
     "Meta",
     "SamplingFields",
     "StreamOptions",
+    "check_num_outputs",
     "read_prompts",
     "refuse_later",
     "renamed",
 ]
 
 Meta = msgspec.Meta
+
+
+MAX_OUTPUTS = 1 << 14
+"""Of one HTTP request; more would keep the server from answering others for seconds."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -118,6 +123,11 @@ OPENAI_LATER = frozenset(
         "functions",
         "function_call",
         "audio",
+        "modalities",
+        "web_search_options",
+        "input_ids",
+        "custom_logit_processor",
+        "use_beam_search",
         "lora_path",
         "return_hidden_states",
         "return_routed_experts",
@@ -163,6 +173,8 @@ def refuse_later(body: Mapping[str, Any], later: frozenset[str]) -> None:
 def _is_neutral(name: str, value: Any) -> bool:
     if not value:
         return True  # null, false, "", {} and []
+    if name == "modalities":
+        return value == ["text"]
     if isinstance(value, list):  # one a prompt
         return all(item is None or item is False for item in cast("list[Any]", value))
     if name == "response_format":
@@ -195,6 +207,21 @@ def read_prompts(value: Any, key: str) -> tuple[list[str] | list[list[int]], boo
         fix=f"send {key} as one of these, not empty",
         param=key,
     )
+
+
+def check_num_outputs(count: int) -> None:
+    """Bound the outputs of one HTTP request, before a request is made for each.
+
+    Raises:
+        RequestError: There are too many.
+    """
+    if count > MAX_OUTPUTS:
+        raise RequestError(
+            f"{count} outputs are too many for one request",
+            why=f"prompts times n may be {MAX_OUTPUTS} at most",
+            fix="send several requests",
+            param="n",
+        )
 
 
 def _is_ids(value: Any) -> bool:

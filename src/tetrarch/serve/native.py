@@ -17,7 +17,7 @@ from tetrarch.engine.request import GenerateRequest, fan_out
 from tetrarch.engine.sampling import parse_sampling
 from tetrarch.serve.body import json_response, read_body
 from tetrarch.serve.door import Door, new_rid
-from tetrarch.serve.fields import NATIVE_LATER, Meta, read_prompts
+from tetrarch.serve.fields import NATIVE_LATER, Meta, check_num_outputs, read_prompts
 from tetrarch.serve.meta import LogprobLists, meta_info
 from tetrarch.serve.openai import WHOLE, check_prompt
 from tetrarch.serve.outputs import Generation, Output, generate
@@ -164,15 +164,16 @@ def _read_job(door: Door, body: GenerateBody) -> _Job:
     starts = lists.of("logprob_start_len", body.logprob_start_len)
     tops = lists.of("top_logprobs_num", body.top_logprobs_num)
     picked = _picked(body.token_ids_logprob, lists)
+    interval = {} if body.stream else {"stream_interval": WHOLE}
+    params = [
+        parse_sampling({**(raw or {}), **interval}, vocab_size=door.plan.model.facts.vocab_size)
+        for raw in sampling
+    ]
+    check_num_outputs(sum(each.n for each in params))
     outputs: list[tuple[GenerateRequest, ...]] = []
     for index, prompt_ids in enumerate(prompts):
-        raw = sampling[index] or {}
-        if not body.stream:
-            raw = {**raw, "stream_interval": WHOLE}
         request = GenerateRequest(
-            rid=rids[index],
-            prompt_ids=tuple(prompt_ids),
-            sampling=parse_sampling(raw, vocab_size=door.plan.model.facts.vocab_size),
+            rid=rids[index], prompt_ids=tuple(prompt_ids), sampling=params[index]
         )
         if wanted[index]:
             request = msgspec.structs.replace(

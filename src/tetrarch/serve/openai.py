@@ -16,7 +16,7 @@ from tetrarch.core.errors import RequestError
 from tetrarch.engine.request import GenerateRequest, SamplingParams, fan_out
 from tetrarch.serve.body import json_response
 from tetrarch.serve.door import Door
-from tetrarch.serve.fields import StreamOptions
+from tetrarch.serve.fields import StreamOptions, check_num_outputs
 from tetrarch.serve.openai_types import Choice, ObjectName, OpenAIBody, Reply, Usage, usage_of
 from tetrarch.serve.outputs import Generation, Output, generate
 from tetrarch.serve.sse import EventStream, event
@@ -71,7 +71,12 @@ class Job:
 def fan_out_prompts(
     rid: str, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, logprobs: Logprobs
 ) -> tuple[GenerateRequest, ...]:
-    """Return one request for each output, prompt-major."""
+    """Return one request for each output, prompt-major.
+
+    Raises:
+        RequestError: There are too many.
+    """
+    check_num_outputs(len(prompts) * sampling.n)
     return tuple(
         request
         for index, ids in enumerate(prompts)
