@@ -88,6 +88,49 @@ def test_echo_without_new_tokens_and_without_alternatives(server: Any) -> None:
     assert all(not top for top in choice["logprobs"]["top_logprobs"])
 
 
+@pytest.mark.parametrize("as_ids", [False, True], ids=["text", "ids"])
+def test_offsets_count_the_characters_that_are_echoed(server: Any, as_ids: bool) -> None:
+    """Special tokens that a text spells out are echoed, those among ids are not."""
+    text = "<|im_start|>user\nIs ☃ 2?<|im_end|>"
+    prompt = server.door.tokenizer.encode(text) if as_ids else text
+    [choice] = _complete(server, prompt=prompt, echo=True, logprobs=0)["choices"]
+    shown = "user\nIs ☃ 2?" if as_ids else text
+    assert choice["text"] == shown + ANSWER
+    scores = choice["logprobs"]
+    assert "<|im_end|>" in scores["tokens"]
+    count = len(server.door.tokenizer.encode(text))
+    assert scores["text_offset"][0] == 0
+    assert scores["text_offset"][count] == len(shown)
+    for token, offset in zip(scores["tokens"], scores["text_offset"], strict=True):
+        special = token.startswith("<|")
+        if not (special and as_ids) and "\ufffd" not in token and offset < len(choice["text"]):
+            assert choice["text"][offset : offset + len(token)] == token
+
+
+def test_a_streamed_echo_comes_once_for_each_output(server: Any) -> None:
+    events = _events(server, prompt=["One", "Two"], n=2, echo=True, logprobs=0, max_tokens=3)
+    pieces: dict[int, list[Any]] = {}
+    for event in events:
+        [choice] = event["choices"]
+        pieces.setdefault(choice["index"], []).append(choice)
+    assert sorted(pieces) == [0, 1, 2, 3]
+    whole = _complete(server, prompt=["One", "Two"], n=2, echo=True, logprobs=0, max_tokens=3)
+    for choice in whole["choices"]:
+        parts = pieces[choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert choice["text"].startswith(["One", "Two"][choice["index"] // 2])
+        for key, values in choice["logprobs"].items():
+            assert [each for part in parts for each in part["logprobs"][key]] == values
+
+
+def test_without_echo_the_prompt_is_neither_shown_nor_scored(server: Any) -> None:
+    [choice] = _complete(server, prompt="Two words", logprobs=2, max_tokens=4)["choices"]
+    assert ANSWER.startswith(choice["text"])
+    assert len(choice["logprobs"]["token_logprobs"]) == 4
+    assert choice["logprobs"]["text_offset"][0] == 0
+    assert server.engine.requests[-1].logprob_start == -1
+
+
 def test_a_stop_string_is_cut_off_and_named(server: Any) -> None:
     [choice] = _complete(server, stop=[". It"])["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("The answer is 42", "stop")

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tetrarch.core.errors import RequestError
-from tetrarch.engine.request import SamplingParams
+from tetrarch.engine.request import GenerateRequest, SamplingParams
 from tetrarch.engine.stream import TextStream
 from tetrarch.engine.text import Tokenizer
 from tetrarch.executor.step import TokenLogprob
@@ -54,19 +55,7 @@ async def completions(door: Door, http: Request) -> Response:
         names={"input_ids": "prompt", "top_logprobs_num": "logprobs"},
         num_choices=sampling.n,
     )
-    texts = [
-        each if isinstance(each, str) else _text_of(door.tokenizer, each, sampling)
-        for each in (prompts if body.echo else ())
-    ]
-    return await answer(door, http, job, _CompletionWriter(door.tokenizer, job, body, texts))
-
-
-def _text_of(tokenizer: Tokenizer, ids: Sequence[int], sampling: SamplingParams) -> str:
-    return tokenizer.decode(
-        ids,
-        skip_special_tokens=sampling.skip_special_tokens,
-        spaces_between_special_tokens=sampling.spaces_between_special_tokens,
-    )
+    return await answer(door, http, job, _CompletionWriter(door.tokenizer, job, body, prompts))
 
 
 def _check_best_of(body: CompletionBody, num_choices: int) -> None:
@@ -83,10 +72,14 @@ class _CompletionWriter:
     """Writes choices; keeps for each output where its next token stands in the text."""
 
     def __init__(
-        self, tokenizer: Tokenizer, job: Job, body: CompletionBody, texts: Sequence[str]
+        self,
+        tokenizer: Tokenizer,
+        job: Job,
+        body: CompletionBody,
+        prompts: Sequence[str] | Sequence[list[int]],
     ) -> None:
         self._tokenizer, self._job, self._body = tokenizer, job, body
-        self._prompt_texts = texts
+        self._prompts = prompts
         self._places: dict[int, _Places] = {}
 
     def whole(self, output: Output) -> CompletionChoice:
@@ -97,16 +90,15 @@ class _CompletionWriter:
 
     def _choice(self, output: Output) -> CompletionChoice:
         piece = output.piece()
-        echoes = piece.is_first and bool(self._body.echo)
-        before = self._prompt_texts[output.index // self._job.num_choices] if echoes else ""
+        echo = self._echo(output) if piece.is_first and self._body.echo else None
         logprobs = None
         if self._body.logprobs is not None:
-            logprobs = self._logprobs(output, piece.logprobs, with_prompt=echoes)
+            logprobs = self._logprobs(output, piece.logprobs, echo)
         finish, with_ids = output.finish, self._body.return_token_ids
         first_ids = list(output.request.prompt_ids) if with_ids and piece.is_first else None
         return CompletionChoice(
             index=output.index,
-            text=before + piece.text,
+            text=piece.text if echo is None else echo.text + piece.text,
             logprobs=logprobs,
             finish_reason=None if finish is None else finish.kind,
             matched_stop=None if finish is None else finish.matched,
@@ -114,26 +106,37 @@ class _CompletionWriter:
             prompt_token_ids=first_ids,
         )
 
+    def _echo(self, output: Output) -> _Echo:
+        prompt = self._prompts[output.index // self._job.num_choices]
+        sent, request = self._job.requests[output.index], output.request
+        # Of a prompt that was cut to fit, only what the model has read is echoed.
+        was_cut = len(request.prompt_ids) < len(sent.prompt_ids)
+        text = prompt if isinstance(prompt, str) and not was_cut else None
+        return _Echo(self._tokenizer, request, text)
+
     def _logprobs(
-        self, output: Output, new: Sequence[TokenLogprob], *, with_prompt: bool
+        self, output: Output, new: Sequence[TokenLogprob], echo: _Echo | None
     ) -> CompletionLogprobs:
-        entries: list[TokenLogprob | None] = list(new)
+        request = output.request
         ids = [entry.token_id for entry in new]
-        prompt_ids = output.request.prompt_ids
-        if with_prompt:
-            # The first token has nothing before it, hence no logprob.
-            unscored = len(prompt_ids) - len(output.prompt_logprobs)
-            entries = [*[None] * unscored, *output.prompt_logprobs, *new]
-            ids = [*prompt_ids, *ids]
+        start = 0 if echo is None else len(echo.text)
         places = self._places.setdefault(
             output.index,
-            _Places(self._tokenizer, output.request.sampling, () if with_prompt else prompt_ids),
+            _Places(self._tokenizer, request.sampling, request.prompt_ids, start=start),
         )
+        entries: list[TokenLogprob | None] = list(new)
+        offsets = [places.next(token_id) for token_id in ids]
+        if echo is not None:
+            # The first token has nothing before it, hence no logprob.
+            unscored = len(request.prompt_ids) - len(output.prompt_logprobs)
+            entries = [*[None] * unscored, *output.prompt_logprobs, *new]
+            ids = [*request.prompt_ids, *ids]
+            offsets = [*echo.offsets(), *offsets]
         return CompletionLogprobs(
             tokens=[self._tokenizer.token_text(token_id) for token_id in ids],
             token_logprobs=[entry and entry.logprob for entry in entries],
             top_logprobs=[entry and self._top(entry) for entry in entries],
-            text_offset=[places.next(token_id) for token_id in ids],
+            text_offset=offsets,
         )
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
@@ -142,14 +145,52 @@ class _CompletionWriter:
         return dict(reversed(top.items()))
 
 
+class _Echo:
+    """A prompt as its client reads it again: text as it was sent, ids decoded."""
+
+    def __init__(self, tokenizer: Tokenizer, request: GenerateRequest, text: str | None) -> None:
+        self._tokenizer, self._ids = tokenizer, request.prompt_ids
+        self._sampling, self._sent = request.sampling, text
+        self.text = self._decoded() if text is None else text
+
+    def offsets(self) -> list[int]:
+        """Return the character at which each id begins."""
+        if self._sent is None:
+            places = _Places(self._tokenizer, self._sampling)
+            return [places.next(token_id) for token_id in self._ids]
+        # Special tokens that the client spelt out are text, those that the tokenizer added not.
+        spelt = tuple(self._tokenizer.encode(self._sent, add_special_tokens=False))
+        starts = range(len(self._ids) - len(spelt) + 1)
+        lead = next((at for at in starts if self._ids[at : at + len(spelt)] == spelt), None)
+        if lead is None:  # the additions changed how the text is cut
+            lead, spelt = 0, self._ids
+        shown = msgspec.structs.replace(self._sampling, skip_special_tokens=False)
+        places = _Places(self._tokenizer, shown)
+        found = [places.next(token_id) for token_id in spelt]
+        tail = len(self._ids) - lead - len(spelt)
+        return [*[0] * lead, *found, *[len(self._sent)] * tail]
+
+    def _decoded(self) -> str:
+        return self._tokenizer.decode(
+            self._ids,
+            skip_special_tokens=self._sampling.skip_special_tokens,
+            spaces_between_special_tokens=self._sampling.spaces_between_special_tokens,
+        )
+
+
 class _Places:
     """The character at which each token of a growing text begins."""
 
     def __init__(
-        self, tokenizer: Tokenizer, sampling: SamplingParams, context: Sequence[int]
+        self,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        context: Sequence[int] = (),
+        *,
+        start: int = 0,
     ) -> None:
         self._stream = TextStream(tokenizer, sampling, context)
-        self._at = 0
+        self._at = start
 
     def next(self, token_id: int) -> int:
         at = self._at
