@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx
 import pytest
 
 ANSWER = "The answer is 42. It is 42!"
@@ -76,11 +77,50 @@ def test_logprobs_carry_bytes_and_alternatives(server: Any) -> None:
         assert entry["top_logprobs"][0]["logprob"] == entry["logprob"]
 
 
+def test_each_streamed_output_has_its_own_role_and_reason(server: Any) -> None:
+    options = {"continuous_usage_stats": True}
+    body = {"messages": QUESTION, "n": 2, "stream": True, "stream_options": options}
+    with server.http.stream("POST", "/v1/chat/completions", json=body) as reply:
+        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+    chunks = [json.loads(line) for line in lines[:-1]]
+    assert all(chunk["choices"] for chunk in chunks)  # no usage chunk: it was not asked for
+    totals = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert totals == sorted(totals)
+    assert totals[-1] == 2 * (len(server.door.tokenizer.encode(ANSWER)) + 1)
+    for index in (0, 1):
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert [piece["delta"]["role"] for piece in mine] == ["assistant"] + [None] * (
+            len(mine) - 1
+        )
+        assert [piece["finish_reason"] for piece in mine] == [None] * (len(mine) - 1) + ["stop"]
+        assert "".join(piece["delta"]["content"] or "" for piece in mine) == ANSWER
+
+
+def test_nothing_is_sent_before_the_first_token(fresh_server: Any) -> None:
+    """Neither the status line nor the role: both would pass for progress."""
+    fresh_server.make_ready()
+    fresh_server.engine.pause = True
+    body = {"messages": QUESTION, "stream": True}
+    with (
+        pytest.raises(httpx.ReadTimeout),
+        fresh_server.http.stream("POST", "/v1/chat/completions", json=body, timeout=0.3),
+    ):
+        pass
+    assert len(fresh_server.engine.requests) == 1
+
+
 @pytest.mark.parametrize(
     ("body", "key"),
     [
         ({"messages": []}, "messages"),
         ({"messages": "hello"}, "messages"),
+        ({"messages": ["hello"]}, "messages"),
+        ({"messages": [{"role": "user", "content": "a " * 500}]}, "messages"),
+        ({"messages": QUESTION, "chat_template_kwargs": {"tokenize": True}}, "chat_template_"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"stream": "yes"}, "stream"),
+        ({"input_ids": [5, 6]}, "input_ids"),
+        ({"modalities": ["audio"]}, "modalities"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
@@ -99,6 +139,29 @@ def test_a_bad_request_is_400_and_names_the_key(
 def test_what_asks_for_nothing_is_accepted(server: Any) -> None:
     neutral = {"tools": None, "response_format": {"type": "text"}, "logprobs": False, "n": 1}
     assert _chat(server, **neutral)["choices"][0]["message"]["content"] == ANSWER
+
+
+def test_a_refusal_is_a_status_even_when_streaming(server: Any) -> None:
+    long = [{"role": "user", "content": "a " * 500}]
+    reply = server.http.post("/v1/chat/completions", json={"messages": long, "stream": True})
+    assert reply.status_code == 400
+    assert "256" in reply.json()["message"]
+
+
+def test_the_last_message_can_be_continued(server: Any) -> None:
+    begun = [*QUESTION, {"role": "assistant", "content": "It is"}]
+    _chat(server, messages=begun, continue_final_message=True)
+    ids = server.engine.requests[-1].prompt_ids
+    text = server.door.tokenizer.decode(ids, skip_special_tokens=False)
+    assert text.endswith("<|im_start|>assistant\nIt is")
+
+
+def test_ids_and_meta_info_come_on_request(server: Any) -> None:
+    [choice] = _chat(server, return_token_ids=True, return_meta_info=True)["choices"]
+    assert choice["token_ids"] == [*server.door.tokenizer.encode(ANSWER), 2]
+    assert choice["meta_info"]["finish_reason"] == {"type": "stop", "matched": 2}
+    [plain] = _chat(server)["choices"]
+    assert not {"token_ids", "meta_info"} & set(plain)
 
 
 def test_two_outputs_have_two_indices(server: Any) -> None:
