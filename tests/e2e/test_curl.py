@@ -41,3 +41,18 @@ def test_curl_gets_200(server: RunningServer, method: str, path: str) -> None:
     assert status == "200", body
     if path.startswith("/v1"):
         assert json.loads(body)["object" if path != "/v1/loads" else "loads"]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+def test_curl_reads_a_stream_line_by_line(server: RunningServer, path: str) -> None:
+    """Every line that is not empty is an event: no comments, no event names."""
+    body = json.dumps({**BODIES[path], "stream": True})
+    command = ["curl", "-sSN", server.url + path, "-H", f"Authorization: Bearer {KEY}"]
+    command += ["-H", "Content-Type: application/json", "-d", body]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    events = ran.stdout.removesuffix("\n\n").split("\n\n")
+    assert all(event.startswith("data: ") and "\n" not in event for event in events)
+    assert events.pop() == "data: [DONE]"
+    assert all(json.loads(event.removeprefix("data: ")) for event in events)
+    assert events
