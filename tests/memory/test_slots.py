@@ -41,6 +41,16 @@ def test_a_value_that_does_not_fit_is_refused_and_nothing_is_written(
     assert (table["w"] == 7.0).all()
 
 
+def test_a_device_without_an_index_is_the_one_that_its_tensors_name() -> None:
+    """As `cuda` and `cuda:0`; a CPU tensor forgets its index where a CUDA tensor gains one."""
+    named = torch.device("cpu", 0)
+    assert named != torch.empty(0, device=named).device
+    table = SlotTable()
+    table.allocate("w", TensorSpec((2, 3), torch.float32, named))
+    table.write_("w", torch.ones(2, 3, device=named))
+    assert table["w"].all()
+
+
 def test_names_are_taken_once_and_none_after_freezing() -> None:
     table = SlotTable()
     table.allocate("w", SPEC)

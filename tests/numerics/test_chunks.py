@@ -37,6 +37,16 @@ def test_a_scale_per_expert_is_spread_over_its_rows(monkeypatch: pytest.MonkeyPa
     assert torch.equal(result, values * per_expert)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1)])
+def test_one_number_for_all_rows_may_have_any_dimensions(shape: tuple[int, ...]) -> None:
+    """A stack of one expert has a scale of shape (1, 1, 1): as good as a bare number."""
+    values, one = torch.randn(1, 5, 32), torch.full(shape, 0.5)
+    codes, block_scale = nvfp4.encode(values, encode_scale=one)
+    assert torch.equal(codes, nvfp4.encode(values[0], encode_scale=torch.tensor(0.5))[0][None])
+    decoded = nvfp4.decode(codes, block_scale, global_scale=one)
+    assert torch.equal(decoded, nvfp4.decode(codes, block_scale) * 0.5)
+
+
 @pytest.mark.parametrize("rows_at_once", [1, 3, 1000])
 def test_encoding_does_not_depend_on_the_chunk(
     monkeypatch: pytest.MonkeyPatch, rows_at_once: int

@@ -14,7 +14,7 @@ from torch import Tensor
 from tetrarch.numerics.contract import Recipe
 from tetrarch.numerics.four_over_six import element_scale
 from tetrarch.numerics.nvfp4 import decode, encode, encode_per_token
-from tetrarch.numerics.scales import FP32_MAX
+from tetrarch.numerics.scales import FP32_MAX, amax_of, encode_scale_from_amax
 
 SETS = ("rand_bf16", "weight_bf16", "heavy_bf16", "hard_bf16", "hard_fp16", "hardgs1_bf16")
 VARIANTS = [
@@ -53,7 +53,9 @@ def test_every_variant_has_the_references_bytes(
         )
         assert torch.equal(token_scale, scale.flatten())
     else:
-        codes, block_scale = encode(x, encode_scale=scale.reciprocal(), recipe=recipe)
+        encode_scale = encode_scale_from_amax(amax_of(x), recipe.token_factor)
+        assert torch.equal(encode_scale.reciprocal(), scale)
+        codes, block_scale = encode(x, encode_scale=encode_scale, recipe=recipe)
     assert torch.equal(block_scale.view(torch.uint8), vectors[f"{tag}.sf"])
     masked = _agree_but_for_the_sign_of_zero(codes, vectors[f"{tag}.packed"], x)
     blocks = x.unflatten(-1, (-1, 16))

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tetrarch.numerics import nvfp4
-from tetrarch.numerics.scales import FP32_MAX, amax_of
+from tetrarch.numerics.layouts import swizzle_128x4
+from tetrarch.numerics.scales import FP32_MAX, amax_of, encode_scale_from_amax
 from tolerance import RECIPROCAL_SCALE, assert_close
 
 SETS = ["rand_bf16", "heavy_bf16", "weight_bf16", "hard_bf16", "hard_fp16", "hardgs1_bf16"]
@@ -51,19 +52,40 @@ def test_encoding_equals_flashinfer_under_a_tensor_scale(golden: Path, name: str
 
 
 @pytest.mark.parametrize("name", SETS)
+def test_the_encode_scale_of_a_tensor_equals_flashinfers(golden: Path, name: str) -> None:
+    vectors = file_of(golden, f"flashinfer_{name}")
+    encode_scale = encode_scale_from_amax(amax_of(vectors["x"]))
+    assert encode_scale.item() == vectors["gs_encode"].item()
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_swizzled_block_scales_equal_flashinfers(golden: Path, name: str) -> None:
+    vectors = file_of(golden, f"flashinfer_{name}")
+    _, per_tensor = nvfp4.encode(vectors["x"], encode_scale=vectors["gs_encode"])
+    _, per_token, _ = nvfp4.encode_per_token(vectors["x"])
+    for key, block_scale in (("tensor", per_tensor), ("token", per_token)):
+        theirs = vectors[f"fi_exact_{key}.sf_swizzled"]
+        assert torch.equal(raw(swizzle_128x4(block_scale)).flatten(), theirs.flatten())
+
+
+@pytest.mark.parametrize("scope", ["tensor", "token"])
+@pytest.mark.parametrize("name", SETS)
 def test_the_transformer_engine_reference_differs_only_in_minus_zero(
-    golden: Path, name: str
+    golden: Path, name: str, scope: str
 ) -> None:
     vectors = file_of(golden, f"flashinfer_{name}")
     x = vectors["x"]
-    codes, block_scale = nvfp4.encode(x, encode_scale=vectors["gs_encode"])
-    ours, theirs = nibbles(codes), nibbles(vectors["fi_te_tensor.packed"])
+    if scope == "tensor":
+        codes, block_scale = nvfp4.encode(x, encode_scale=vectors["gs_encode"])
+    else:
+        codes, block_scale, _ = nvfp4.encode_per_token(x)
+    ours, theirs = nibbles(codes), nibbles(vectors[f"fi_te_{scope}.packed"])
     minus_zero = (x == 0) & x.signbit()
     assert torch.equal(ours != theirs, minus_zero)
     assert (ours[minus_zero] == 8).all()
     assert (theirs[minus_zero] == 0).all()
     assert bool(minus_zero.any()) == name.startswith("hard")
-    assert torch.equal(raw(block_scale), vectors["fi_te_tensor.sf"])
+    assert torch.equal(raw(block_scale), vectors[f"fi_te_{scope}.sf"])
 
 
 @pytest.mark.parametrize("name", SETS)

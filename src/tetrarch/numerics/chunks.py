@@ -26,8 +26,8 @@ def by_chunks(
         function: Takes (R, W) rows of `first` and of each other argument, and returns (R, width)
             tensors.
         first: (..., W).
-        others: A single number for all rows, or broadcastable to (..., W'), or `None`; numbers
-            and `None` are handed on as they are.
+        others: () for all rows, or broadcastable to (..., W'), or `None`; () and `None` are
+            handed on as they are.
 
     Returns:
         What the function returns, each (..., width).
@@ -58,7 +58,7 @@ def _by_chunks(
 
 
 def _rows_of(other: Tensor | None, lead: torch.Size) -> Tensor | None:
-    if other is None or other.numel() == 1:
+    if other is None or other.dim() == 0:
         return other
     return other.expand(*lead, other.shape[-1]).reshape(-1, other.shape[-1])
 
