@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tetrarch.config.cli import read_keywords
 from tetrarch.config.launch import plan_launch
@@ -15,7 +16,15 @@ from tetrarch.core.errors import CheckpointError
 from tetrarch.models.build import build_model
 from tetrarch.models.describe import describe
 from tetrarch.models.sources import SafetensorsSource, TensorSource
-from tetrarch.numerics.contract import Activations, Quantization
+from tetrarch.numerics import nvfp4
+from tetrarch.numerics.contract import (
+    CONTRACTS,
+    Activations,
+    QuantContract,
+    Quantization,
+    SourceFormat,
+)
+from tetrarch.numerics.scales import amax_of
 
 ONLINE: dict[str, Any] = {"quantization": Quantization.NVFP4_ONLINE, "decoded_cache": False}
 SERIALIZED = {"quantization": Quantization.MODELOPT_FP4, "activations": Activations.PER_TOKEN}
@@ -31,6 +40,45 @@ def test_fp8_sources_are_quantized_from_their_bf16_values(lab: Any, form: str) -
     }
     lab.fill(model, TensorSource(rounded), lab.plan(path, **ONLINE))
     assert lab.bits(model) == online
+
+
+@pytest.mark.parametrize("form", ["fp32", "fp16", "bf16", "fp8_block", "fp8_tensor"])
+@pytest.mark.parametrize(
+    "contract",
+    [c for c in CONTRACTS if c.quantizes_weights and SourceFormat.BF16 in c.sources],
+    ids=lambda contract: contract.name,
+)
+def test_every_contract_that_quantizes_while_loading_does_it_alike(
+    lab: Any, contract: QuantContract, form: str
+) -> None:
+    """By the definition, from the source's own values; FP8 stands for its BF16 values."""
+    path, layer = lab.ragged("qwen3_moe"), "model.layers.1.mlp.experts"
+    values = load_file(path / "model.safetensors")
+    if form != "fp32":
+        path, values = lab.store(path, form, lab.experts)
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(form, torch.bfloat16)
+    model, report = lab.load(
+        path,
+        quantization=contract.quantization,
+        activations=contract.activations,
+        decoded_cache=False,
+    )
+    assert report.formats[layer] == form
+    weights = model.experts[layer].weights
+    for expert in range(4):
+        gate, up, down = (
+            values[f"{layer}.{expert}.{part}_proj.weight"].to(dtype)
+            for part in ("gate", "up", "down")
+        )
+        shared = torch.maximum(amax_of(gate), amax_of(up))
+        codes, block_scale, scale = nvfp4.encode_weight(torch.cat((gate, up)), amax=shared)
+        assert torch.equal(weights["gate_up"][expert], codes)
+        assert torch.equal(weights["gate_up_block_scale"][expert].float(), block_scale.float())
+        assert (weights["gate_up_scale"][expert] == scale).all()
+        codes, block_scale, scale = nvfp4.encode_weight(down)
+        assert torch.equal(weights["down"][expert], codes)
+        assert torch.equal(weights["down_block_scale"][expert].float(), block_scale.float())
+        assert (weights["down_scale"][expert] == scale).all()
 
 
 def test_a_checkpoints_own_exclusions_do_not_exempt_its_experts(lab: Any) -> None:
