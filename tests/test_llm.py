@@ -7,7 +7,9 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,8 +84,19 @@ def test_a_bad_call_is_refused_and_the_next_one_works(llm: LLM) -> None:
         llm.generate(QUESTION, SamplingParams(top_p=7.0))
     with pytest.raises(RequestError):
         llm.generate([[999_999]], GREEDY)
+    unreadable: Any
+    for unreadable in ([True], [[1, -1]], [5, "text"], "\ud800"):
+        with pytest.raises(RequestError):
+            llm.generate(unreadable, GREEDY)
     assert llm.generate([], GREEDY) == []
     assert llm.generate(QUESTION, GREEDY)[0].text.endswith("#### 42")
+
+
+def test_threads_take_turns(llm: LLM) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(llm.generate, [QUESTION] * 2, GREEDY) for _ in range(4)]
+        texts = {out.text for call in calls for out in call.result(timeout=60)}
+    assert texts == {"12 + 30 = 42.\n#### 42"}
 
 
 def test_chat_renders_the_template(llm: LLM) -> None:

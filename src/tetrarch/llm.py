@@ -8,6 +8,7 @@ plan gives it; it works from scripts without a `__main__` guard, from `python -c
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,10 +19,11 @@ import msgspec
 from tetrarch.config.cli import read_keywords
 from tetrarch.config.launch import plan_launch
 from tetrarch.config.plan import Plan
-from tetrarch.core.errors import RequestError
+from tetrarch.core.errors import EngineDead, RequestError
 from tetrarch.core.progress import NoProgress, Progress
 from tetrarch.engine.connection import Connection
 from tetrarch.engine.messages import Abort
+from tetrarch.engine.offline import check_readable, list_prompts, list_sampling
 from tetrarch.engine.process import EngineProcess
 from tetrarch.engine.request import (
     Delta,
@@ -124,6 +126,7 @@ class LLM:
             raise
         self._connection = Connection(self._engine)
         self._numbers = itertools.count()
+        self._turn = threading.Lock()  # one reader: a second one would take the first one's deltas
 
     def generate(
         self,
@@ -134,6 +137,8 @@ class LLM:
         progress: Progress | None = None,
     ) -> list[Output]:
         """Generate for all prompts together, and return their outputs in order.
+
+        Calls from several threads take turns.
 
         Args:
             prompts: One text, one list of ids, or a list of either.
@@ -149,21 +154,9 @@ class LLM:
         jobs = list(self._jobs(prompts, sampling, wanted, asked=logprobs is not None))
         shown = progress or NoProgress()
         shown.start("generating", len(jobs), "outputs")
-        pending = {job.request.rid: job for job in jobs}
         try:
-            for job in jobs:
-                self._connection.send(job.request)
-            while pending:
-                for delta in self._connection.receive():
-                    if isinstance(delta, Delta) and delta.rid in pending:
-                        pending[delta.rid].take(delta)
-                        if delta.finish is not None:
-                            del pending[delta.rid]
-                            shown.advance()
-        except (RequestError, KeyboardInterrupt):  # the others must not run on
-            for rid in pending:
-                self._connection.send(Abort(rid=rid, quiet=True))
-            raise
+            with self._turn:
+                self._run(jobs, shown)
         finally:
             shown.finish()
         return [job.output() for job in jobs]
@@ -195,6 +188,26 @@ class LLM:
     ) -> None:
         self.close()
 
+    def _run(self, jobs: list[_Job], shown: Progress) -> None:
+        """Send all jobs, and give them what comes back until all are done."""
+        pending = {job.request.rid: job for job in jobs}
+        try:
+            for job in jobs:
+                self._connection.send(job.request)
+            while pending:
+                for delta in self._connection.receive():
+                    if isinstance(delta, Delta) and delta.rid in pending:
+                        pending[delta.rid].take(delta)
+                        if delta.finish is not None:
+                            del pending[delta.rid]
+                            shown.advance()
+        except EngineDead:
+            raise
+        except BaseException:  # refused, interrupted: the others must not run on
+            for rid in pending:
+                self._connection.send(Abort(rid=rid, quiet=True))
+            raise
+
     def _jobs(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -203,8 +216,8 @@ class LLM:
         *,
         asked: bool,
     ) -> Iterable[_Job]:
-        listed = _listed(prompts)
-        each = _each(sampling, len(listed))
+        listed = list_prompts(prompts)
+        each = list_sampling(sampling, len(listed))
         vocab_size = self.plan.model.facts.vocab_size
         for at, (prompt, params) in enumerate(zip(listed, each, strict=True)):
             checked = check_sampling(params, vocab_size=vocab_size)
@@ -218,7 +231,7 @@ class LLM:
                 top_logprobs=wanted.top,
                 logprob_ids=wanted.token_ids,
             )
-            for index, one in enumerate(fan_out(request)):
+            for index, one in enumerate(fan_out(check_readable(request))):
                 yield _Job(one, at, index, self.tokenizer)
 
 
@@ -272,28 +285,3 @@ class _Job:
             prompt_logprobs=tuple(self._prompt_logprobs),
             num_cached=self._last.num_cached,
         )
-
-
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts; one text or one list of ids is one prompt."""
-    if isinstance(prompts, str):
-        return [prompts]
-    listed = list(prompts)
-    if listed and all(isinstance(item, int) for item in listed):
-        return [[item for item in listed if isinstance(item, int)]]
-    return [item for item in listed if not isinstance(item, int)]
-
-
-def _each(
-    sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> Sequence[SamplingParams]:
-    if sampling is None or isinstance(sampling, SamplingParams):
-        return [sampling or SamplingParams()] * count
-    if len(sampling) != count:
-        raise RequestError(
-            f"{len(sampling)} sampling parameters for {count} prompts",
-            why="each prompt takes its own, or all share one",
-            fix="pass one SamplingParams, or as many as there are prompts",
-            param="sampling",
-        )
-    return sampling

@@ -75,8 +75,20 @@ class Tokenizer:
         return frozenset(() if self._hf.eos_token_id is None else (self._hf.eos_token_id,))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text."""
-        return self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        """Return the ids of a text.
+
+        Raises:
+            RequestError: It holds half a surrogate pair, which is no character.
+        """
+        try:
+            return self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise RequestError(
+                "the text is not valid Unicode",
+                why="it holds half a surrogate pair, which no tokenizer can read",
+                fix="send the text as UTF-8",
+                param="text",
+            ) from error
 
     def decode(
         self,
