@@ -129,7 +129,8 @@ class LinkProgress:
 
 def main() -> None:
     """Take a plan from the parent, load, and serve until told to stop."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
+    for number in (signal.SIGINT, signal.SIGHUP):  # the terminal's, and the parent ends us
+        signal.signal(number, signal.SIG_IGN)
     folder, plan = pickle.load(sys.stdin.buffer)
     configure_logging(level=plan.serve.log_level, who="engine")
     threading.Thread(target=_end_with_parent, args=(folder, os.getppid()), daemon=True).start()
@@ -149,7 +150,7 @@ def _start(plan: Plan, link: Link) -> Engine:
         engine = Engine(plan, executor, load_tokenizer(plan.model.tokenizer_path))
     except TetrarchError as error:
         link.tell([StartFailed.of(error)])
-        raise
+        raise SystemExit(1) from error  # the parent prints it: three lines, no traceback
     facts = {
         "capacity": executor.capacity,
         "limits": engine.limits,
