@@ -75,7 +75,10 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
     "stream_interval": ("at least 1", [0]),
     "stop": ("at most 32 strings", [5, [5], ["x"] * 33, "", ["a", ""], "x" * 1025, {"a": 1}]),
     "stop_token_ids": ("at most 32", [[1.0], ["1"], [True], list(range(33))]),
-    "logit_bias": ("finite numbers keyed by token id", [[1], {"a": 1}, {"1": None}, {"-1": 1}]),
+    "logit_bias": (
+        "finite numbers keyed by token id",
+        [[1], {"a": 1}, {"1": None}, {"-1": 1}, {"1": 1e31}],
+    ),
     "ignore_eos": ("true or false", [1, "true"]),
     "skip_special_tokens": ("true or false", [0]),
     "spaces_between_special_tokens": ("true or false", ["no"]),

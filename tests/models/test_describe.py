@@ -92,11 +92,20 @@ def test_what_we_cannot_serve_is_refused_by_name(
     assert model_type in str(caught.value) or "Qwen3MoeExperts" in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [None, {"model_type": "never_heard_of"}, {}])
+@pytest.mark.parametrize(
+    "content",
+    [None, {"model_type": "never_heard_of"}, {}, {"model_type": "qwen3_moe", "hidden_size": "64"}],
+)
 def test_an_unreadable_configuration_names_the_folder(
     content: dict[str, str] | None, tmp_path: Path
 ) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=str(tmp_path)):
+        describe(str(tmp_path))
+
+
+def test_a_model_that_uses_no_expert_is_refused(tiny: ModuleType, tmp_path: Path) -> None:
+    tiny.tiny_config("qwen3_moe", num_experts_per_tok=0).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="no token would reach an expert"):
         describe(str(tmp_path))

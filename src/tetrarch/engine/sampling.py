@@ -22,6 +22,7 @@ __all__ = ["check_sampling", "parse_sampling"]
 MAX_STOPS = 32
 MAX_STOP_CHARS = 1024
 MAX_OUTPUTS = 1024
+MAX_BIAS = 1e30  # a larger one leaves FP32, and would look like a broken model
 INT64 = (-(2**63), 2**63 - 1)
 
 _NOT_YET = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex")
@@ -173,14 +174,16 @@ def _stop_ids(key: str, value: object) -> tuple[int, ...]:
 
 
 def _bias(key: str, value: object) -> dict[int, float]:
-    bound = "an object of finite numbers keyed by token id"
+    bound = f"an object of finite numbers keyed by token id, at most {MAX_BIAS:g} in size"
     if not isinstance(value, Mapping):
         raise _refusal(key, value, bound)
     bias: dict[int, float] = {}
     for name, amount in cast("Mapping[Any, Any]", value).items():
         number = _finite(amount)
         digits = str(name)  # JSON has no integer keys
-        if number is None or isinstance(name, bool) or not digits.isdecimal() or len(digits) > 18:
+        if number is None or abs(number) > MAX_BIAS:
+            raise _refusal(key, {name: amount}, bound)
+        if isinstance(name, bool) or not digits.isdecimal() or len(digits) > 18:
             raise _refusal(key, {name: amount}, bound)
         bias[int(digits)] = number
     return bias

@@ -17,6 +17,8 @@ from tetrarch.executor.step import SampleSpec
 
 __all__ = ["edit_logits"]
 
+_LEAST_FACTOR = 1e-30  # dividing by less leaves FP32, and would look like a broken model
+
 
 def edit_logits(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     """Apply penalties, bias and bans.
@@ -67,7 +69,9 @@ def _penalise_(logits: Tensor, rows: Sequence[tuple[int, SampleSpec]]) -> None:
         counts = np.bincount(slots[: len(output)], minlength=len(ids))
         lost = counts * spec.frequency_penalty + (counts > 0) * spec.presence_penalty
         seen.append((row, ids))
-        factors.append(np.stack((np.full(len(ids), spec.repetition_penalty), lost)))
+        factors.append(
+            np.stack((np.full(len(ids), max(spec.repetition_penalty, _LEAST_FACTOR)), lost))
+        )
     at = _entries(logits, seen)
     repetition, lost = torch.from_numpy(np.concatenate(factors, axis=1)).to(logits)
     values = logits[at]

@@ -7,6 +7,7 @@ import torch
 
 from tetrarch.attention.pool import bytes_per_token
 from tetrarch.config.plan import ModelFacts
+from tetrarch.core.errors import CheckpointError
 from tetrarch.models.skeleton import Skeleton, read_skeleton
 
 __all__ = ["describe"]
@@ -29,6 +30,12 @@ def describe(path: str) -> ModelFacts:
     config = skeleton.model.config.get_text_config()
     fields = vars(config)
     total, expert_params = _num_params(skeleton)
+    if not skeleton.experts:
+        raise CheckpointError(
+            f"model type {config.model_type!r} is not supported with these numbers",
+            why="no token would reach an expert: the configuration asks for no expert per token",
+            fix="correct num_experts_per_tok in config.json",
+        )
     sizes = [site.shape for site in skeleton.experts]
     largest = max(sizes, key=lambda shape: shape.num_experts * shape.intermediate_size)
     return ModelFacts(

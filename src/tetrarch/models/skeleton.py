@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -93,10 +94,10 @@ def swap_module(model: nn.Module, path: str, module: nn.Module) -> nn.Module:
 def _read_config(path: str) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise CheckpointError(
             f"cannot read the model configuration in {path!r}",
-            why=str(error).splitlines()[0],
+            why=" ".join(str(error).split()),
             fix="name a folder with the config.json of a model that transformers knows",
         ) from error
     if "output_router_logits" in vars(config):
