@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tetrarch.numerics.contract import Recipe
 from tetrarch.numerics.four_over_six import element_scale
-from tetrarch.numerics.nvfp4 import decode, encode, encode_per_token
-from tetrarch.numerics.scales import FP32_MAX, amax_of, encode_scale_from_amax
+from tetrarch.numerics.nvfp4 import decode, encode, encode_per_token, encode_weight
+from tetrarch.numerics.scales import FP32_MAX, amax_of, encode_scale_from_amax, token_scales
 
 SETS = ("rand_bf16", "weight_bf16", "heavy_bf16", "hard_bf16", "hard_fp16", "hardgs1_bf16")
 VARIANTS = [
@@ -61,6 +61,40 @@ def test_every_variant_has_the_references_bytes(
     blocks = x.unflatten(-1, (-1, 16))
     minus_zero = torch.signbit(blocks) & (blocks == 0) & (blocks != 0).any(-1, keepdim=True)
     assert masked == int(minus_zero.sum())
+
+
+@pytest.mark.parametrize("top", [448, 256])
+def test_a_weight_uses_the_range_of_its_recipe(golden: Path, top: int) -> None:
+    vectors = load_file(golden / "flashinfer_4over6_weight_bf16.safetensors")
+    x = load_file(golden / "flashinfer_weight_bf16.safetensors")["x"]
+    recipe = Recipe(top, "mse", half_error=True)
+    codes, block_scale, global_scale = encode_weight(x, recipe)
+    assert global_scale.item() == pytest.approx(amax_of(x).item() / (6 * top), rel=1e-7)
+    # Its scale is made by another division than the vectors': one step of FP32 apart, at most.
+    assert global_scale.item() == pytest.approx(
+        vectors[f"tensor_{top}_MSE_fp16err.scale"].item(), rel=2**-22
+    )
+    encoded = encode(x, encode_scale=global_scale.reciprocal(), recipe=recipe)
+    assert torch.equal(codes, encoded[0])
+    assert torch.equal(block_scale.view(torch.uint8), encoded[1].view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_given_scales_per_row_measure_the_error_by_the_rows_largest(
+    golden: Path, name: str
+) -> None:
+    """`encode` with a scale a row chooses as `encode_per_token` does, if told the row's amax."""
+    x = load_file(golden / f"flashinfer_{name}.safetensors")["x"]
+    recipe = Recipe(448, "mse")
+    row_amax = x.float().abs().amax(-1, keepdim=True)
+    encode_scale, _ = token_scales(row_amax, recipe.token_factor)
+    codes, block_scale = encode(x, encode_scale=encode_scale, recipe=recipe, row_amax=row_amax)
+    want = encode_per_token(x, factor=recipe.token_factor, recipe=recipe)
+    assert torch.equal(codes, want[0])
+    assert torch.equal(block_scale.view(torch.uint8), want[1].view(torch.uint8))
+    # Negative control: told another amax, it measures another error and chooses differently.
+    wrong, _ = encode(x, encode_scale=encode_scale, recipe=recipe, row_amax=2 * row_amax)
+    assert not torch.equal(wrong, codes)
 
 
 def test_minus_zero_loses_its_sign_in_a_block_of_zeros_only() -> None:

@@ -81,6 +81,9 @@ def test_the_amax_of_a_weight_counts_nan_as_zero_and_infinity_as_the_largest_num
     assert amax_of(weight).item() == 2.0
     weight[1, 1] = -math.inf
     assert amax_of(weight).item() == torch.finfo(torch.bfloat16).max
+    weight[0, 1] = 3.0  # and without a NaN beside it
+    assert amax_of(weight).item() == torch.finfo(torch.bfloat16).max
+    assert amax_of(weight.half()).item() == torch.finfo(torch.float16).max
     assert amax_of(torch.full((2, 2), math.nan)).item() == 0.0
     assert amax_of(torch.empty(0, 16)).item() == 0.0
 
