@@ -129,7 +129,8 @@ class LinkProgress:
 
 def main() -> None:
     """Take a plan from the parent, load, and serve until told to stop."""
-    for number in (signal.SIGINT, signal.SIGHUP):  # the terminal's, and the parent ends us
+    # A terminal, `timeout` and systemd signal the whole group; the parent is the one to end us.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     folder, plan = pickle.load(sys.stdin.buffer)
     configure_logging(level=plan.serve.log_level, who="engine")
