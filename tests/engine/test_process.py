@@ -166,7 +166,7 @@ def test_a_script_without_guard_runs_anywhere_and_leaves_no_orphan(
 ) -> None:
     """Files of the working directory hide no module; kill -9 of the parent ends the child.
 
-    A closing terminal or `timeout` signals both: the child must live long enough to remove its folder.
+    A closing terminal or `timeout` signals both: the child lives to remove its folder.
     """
     for name in ("tetrarch", "torch", "select"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('the wrong module')")
