@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -222,3 +223,28 @@ def test_a_scale_that_is_no_number_stops_the_load_and_the_bar(lab: Any) -> None:
         load_weights(build_model(plan), TensorSource(tensors), plan=plan.quant, progress=bar)
     assert bar.finished == 1
     assert bar.done < bar.total
+
+
+class Forgetful(TensorSource):
+    """A source whose headers promise a tensor that it does not yield."""
+
+    forgotten = ""
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Leave one out."""
+        return super().read(name for name in names if name != self.forgotten)
+
+
+@pytest.mark.parametrize(
+    "forgotten", [f"{LAYER}.1.gate_proj.weight", "model.layers.0.input_layernorm.weight"]
+)
+def test_a_source_that_does_not_yield_what_it_promised_is_an_error(
+    lab: Any, forgotten: str
+) -> None:
+    path = lab.ragged("qwen3_moe")
+    plan = lab.plan(path)
+    source = Forgetful(load_file(path / "model.safetensors"))
+    source.forgotten = forgotten
+    with pytest.raises(CheckpointError, match="1 missing") as caught:
+        lab.fill(build_model(plan), source, plan)
+    assert forgotten in caught.value.why
