@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from transformers import AutoConfig
 
 from tetrarch.core.errors import CheckpointError
 from tetrarch.models.build import Model, build_model
+from tetrarch.models.names import DenseDestination, Destination, ExpertDestination
 from tetrarch.models.placement import place
 from tetrarch.models.sources import TensorHeader, TensorSource
 from tetrarch.numerics.contract import Activations, Quantization
@@ -191,6 +194,69 @@ def test_static_scales_need_every_experts_input_scale(
     assert f"{UP}: no input scale" in caught.value.why
     dynamic = lab.plan(path, activations=Activations.PER_TOKEN, **contract)
     lab.fill(build_model(dynamic), TensorSource(tensors), dynamic)
+
+
+def test_a_layer_that_is_ignored_needs_no_input_scales(
+    lab: Any, stored: Callable[[str], Tensors]
+) -> None:
+    tensors, path = stored("nvfp4_modelopt"), lab.ragged("qwen3_moe")
+    for name in [n for n in tensors if n.startswith(LAYER) and n.endswith("input_scale")]:
+        without(tensors, name)
+    plan = lab.plan(
+        path, quantization=Quantization.MODELOPT_FP4, ignored_layers=("model.layers.1.mlp",)
+    )
+    placements = place(build_model(plan), TensorSource(tensors), plan.quant)
+    assert not placements.unused
+    assert any(name.endswith("input_scale") for name in placements.reading_order())
+
+
+@pytest.mark.parametrize(
+    ("activations", "experts"),
+    [(Activations.PER_TENSOR, {0, 1, 2, 3}), (Activations.PER_TOKEN, {2, 3})],
+)
+def test_a_rank_reads_other_ranks_experts_only_for_a_scale_that_all_share(
+    lab: Any, stored: Callable[[str], Tensors], activations: Activations, experts: set[int]
+) -> None:
+    plan = lab.plan(
+        lab.ragged("qwen3_moe"), quantization=Quantization.MODELOPT_FP4, activations=activations
+    )
+    whole = build_model(plan)
+    layers: Any = {
+        layer: SimpleNamespace(spec=replace(one.spec, num_local_experts=2, first_local_expert=2))
+        for layer, one in whole.experts.items()
+    }
+    source = TensorSource(stored("nvfp4_modelopt"))
+    placed = place(replace(whole, experts=layers), source, plan.quant).weights
+    assert {one.to.expert for one in placed if isinstance(one.to, ExpertDestination)} == experts
+
+
+@pytest.mark.parametrize(
+    ("to", "words"),
+    [
+        (
+            ExpertDestination(layer=LAYER, part=None, expert=2),
+            "NVFP4 with gate and up in one matrix",
+        ),
+        (DenseDestination(name="a.buffer.that.is.no.slot"), "1 unexpected"),
+    ],
+)
+def test_a_place_that_cannot_be_filled_is_refused(
+    lab: Any, stored: Callable[[str], Tensors], to: Destination, words: str
+) -> None:
+    """What some family's names could lead to: one expert's gate and up, or something of HF's."""
+    tensors = stored("nvfp4_modelopt")
+    plan = lab.plan(lab.ragged("qwen3_moe"), quantization=Quantization.MODELOPT_FP4)
+    model, name = build_model(plan), UP.replace("up", "gate_up")
+    for part in ("weight", "weight_scale", "weight_scale_2"):
+        tensors[name.replace("weight", part)] = tensors[UP.replace("weight", part)]
+    names: Any = SimpleNamespace(
+        ignored=model.names.ignored,
+        resolve=lambda asked: to if asked == name else model.names.resolve(asked),
+    )
+    with pytest.raises(CheckpointError) as caught:
+        place(replace(model, names=names), TensorSource(tensors), plan.quant)
+    assert words in str(caught.value)
+    assert name in caught.value.why
 
 
 class Headers:
