@@ -113,7 +113,7 @@ class LLM:
         self.plan = plan or plan_launch(
             read_keywords({"model": model, **settings} if model else settings),
             describe=describe,
-            fetch=lambda name: str(fetch(name)),
+            fetch=fetch,
         )
         self.tokenizer: Tokenizer = load_tokenizer(
             self.plan.model.tokenizer_path, chat_template=self.plan.serve.chat_template

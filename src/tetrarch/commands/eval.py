@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
             f"--limit {asked.limit}", why="at least one problem is needed", fix="--limit 100"
         )
     configure_logging(level="warning")
-    plan = plan_launch(reading, describe=describe, fetch=lambda name: str(fetch(name)))
+    plan = plan_launch(reading, describe=describe, fetch=fetch)
     problems = list(islice(eval_split(Split(asked.split)), asked.limit))
     with Bars() as bars, LLM(plan=plan, progress=bars) as llm:
         score = measure(llm, problems, progress=bars)

@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     if not asked.prompt:
         raise ConfigError("no --prompt", why="there is nothing to say", fix='--prompt "Hello!"')
     configure_logging(level="warning")
-    plan = plan_launch(reading, describe=describe, fetch=lambda name: str(fetch(name)))
+    plan = plan_launch(reading, describe=describe, fetch=fetch)
     sampling = parse_sampling(
         {
             "max_new_tokens": asked.max_new_tokens,

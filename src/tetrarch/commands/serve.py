@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     add_launch_arguments(parser)
     reading = read_command_line(parser, argv)
     configure_logging(level=reading.args.log_level)
-    plan = plan_launch(reading, describe=describe, fetch=lambda name: str(fetch(name)))
+    plan = plan_launch(reading, describe=describe, fetch=fetch)
     for decision in plan.decisions:
         _log.info("%s = %s: %s", decision.field, decision.value, decision.why)
     with Bars() as bars:
