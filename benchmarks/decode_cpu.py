@@ -15,16 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from provenance import provenance
 
 from tetrarch.config.args import LaunchArgs
 from tetrarch.config.checkpoint import demo_model_path, read_checkpoint
@@ -143,13 +141,6 @@ def as_served(threads: int | None) -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
 
 
-def cpu_name() -> str:
-    """Return the processor's model name."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def show(rows: dict[str, list[dict[str, float]]]) -> None:
     """Print one line per contract and number of streams."""
     columns = ("streams", "tokens_per_s", "step_ms", "step_ms_p10", "step_ms_p90", "host_ms")
@@ -170,20 +161,15 @@ def main() -> None:
     as_served(args.threads)
     rows = measure(args)
     show(rows)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    run = provenance()
     result = {
         "benchmark": "decode_cpu",
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit,
-        "cpu": cpu_name(),
-        "torch": torch.__version__,
+        **run,
         "threads": torch.get_num_threads(),
         "contracts": rows,
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"decode_cpu-{result['date']}-{commit}.json"
+    path = RESULTS / f"decode_cpu-{run['date']}-{run['commit']}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"kept in {path}")
 

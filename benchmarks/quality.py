@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
-from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 
-import torch
+from provenance import provenance
 
 from tetrarch import LLM
 from tetrarch.commands.arithmetic.problems import Split, eval_split
@@ -57,19 +54,7 @@ def main() -> None:
                     flush=True,
                 )
     asked.out.parent.mkdir(parents=True, exist_ok=True)
-    asked.out.write_text(json.dumps({**_where(), "rows": rows}, indent=1) + "\n")
-
-
-def _where() -> dict[str, str]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    )
-    return {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit.stdout.strip(),
-        "torch": torch.__version__,
-    }
+    asked.out.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import platform
 import signal
 import statistics
 import subprocess
@@ -21,10 +20,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 
-import torch
+from provenance import provenance
 
 CONTRACTS = ("none", "nvfp4_online")
 STREAMS = (1, 16)
@@ -60,7 +58,7 @@ def main() -> None:
         )
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     asked.out.write_text(
-        json.dumps({**_where(), "unit": "tokens/s", "rows": rows}, indent=1) + "\n"
+        json.dumps({**provenance(), "unit": "tokens/s", "rows": rows}, indent=1) + "\n"
     )
 
 
@@ -121,24 +119,6 @@ async def _stream(port: int, index: int, tokens: int) -> int:
             last = line
     writer.close()
     return json.loads(last.removeprefix(b"data: "))["meta_info"]["completion_tokens"]
-
-
-def _where() -> dict[str, object]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    )
-    model = [
-        line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit.stdout.strip(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cpu": model[0].partition(":")[2].strip() if model else platform.machine(),
-        "logical_cores": len(model),
-    }
 
 
 if __name__ == "__main__":
