@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo model for training: Qwen3-MoE with a Qwen3-Next-style MTP layer.
 
-Numerically the transformers class `Qwen3MoeForCausalLM`; `checkpoint` writes its tensor names.
+Numerically the transformers class `Qwen3MoeForCausalLM`; `export.py` writes its tensor names.
 Letters: B rows, T tokens, H hidden, E experts, I intermediate.
 """
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["DemoModel", "Shape", "checkpoint", "config"]
+__all__ = ["DemoModel", "RouterLosses", "Shape"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,61 +245,3 @@ def _rotated(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = (table.to(x.dtype) for table in rope)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
-
-
-def checkpoint(model: DemoModel) -> dict[str, Tensor]:
-    """Return the published tensor names with BF16 copies on the CPU."""
-    tensors: dict[str, Tensor] = {}
-    for name, value in model.state_dict().items():
-        full = name if name.startswith(("mtp.", "lm_head.")) else f"model.{name}"
-        stem, _, leaf = full.rpartition(".")
-        if leaf == "gate_up":
-            for expert, matrix in enumerate(value):
-                gate, up = matrix.chunk(2)
-                tensors[f"{stem}.experts.{expert}.gate_proj.weight"] = gate
-                tensors[f"{stem}.experts.{expert}.up_proj.weight"] = up
-        elif leaf == "down":
-            for expert, matrix in enumerate(value):
-                tensors[f"{stem}.experts.{expert}.down_proj.weight"] = matrix
-        else:
-            tensors[full] = value
-    return {
-        name: value.detach().to("cpu", torch.bfloat16, copy=True).contiguous()
-        for name, value in tensors.items()
-    }
-
-
-def config(shape: Shape) -> dict[str, object]:
-    """Return `config.json`."""
-    return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "intermediate_size": 2 * shape.hidden,
-        "moe_intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "num_experts": shape.experts,
-        "num_experts_per_tok": shape.top_k,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "hidden_act": "silu",
-        "rms_norm_eps": shape.eps,
-        "rope_theta": shape.rope_theta,
-        "rope_parameters": {"rope_theta": shape.rope_theta, "rope_type": "default"},
-        "max_position_embeddings": shape.context,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "dtype": "bfloat16",
-        "torch_dtype": "bfloat16",
-        "num_nextn_predict_layers": 1,
-        "router_aux_loss_coef": 0.01,
-    }

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from corpus import ANSWER, PADDING, QUESTION, ROW_TOKENS, packed_corpus
-from model import DemoModel, RouterLosses, Shape, checkpoint, config
+from export import checkpoint, config
+from model import DemoModel, RouterLosses, Shape
 from muon import Muon
 from safetensors.torch import save_file
 from torch import Tensor, nn
