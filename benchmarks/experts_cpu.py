@@ -21,6 +21,7 @@ import torch
 
 from tetrarch.config.plan import ExpertPlan, QuantPlan, TokenBudget
 from tetrarch.config.support import SUPPORT, Finalize
+from tetrarch.memory.journal import Journal
 from tetrarch.memory.slots import SlotTable
 from tetrarch.moe.build import build_layer
 from tetrarch.moe.experts import ExpertStager
@@ -68,7 +69,7 @@ def build(contract: QuantContract, tokens: int, *, decoded_cache: bool) -> MoELa
         for part in SPEC.parts:
             weight = torch.randn(SPEC.shape_of(part), dtype=SPEC.dtype) * 0.05
             stager.put(part, expert, weight)
-    layer.load(stager.finish())
+    layer.load(stager.finish(), Journal(keeps=False))
     return layer
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tetrarch.config.hardware import Arch
 from tetrarch.config.plan import ExpertPlan, QuantPlan, TokenBudget
 from tetrarch.config.support import SUPPORT, Route
+from tetrarch.memory.journal import Journal
 from tetrarch.memory.slots import SlotTable
 from tetrarch.moe.build import build_layer
 from tetrarch.moe.experts import ExpertStager
@@ -207,7 +208,7 @@ def build(
     budget = TokenBudget(per_rank=32, rows=32, term="this test")
     plan = ExpertPlan(route=route, finalize=route.finalize[0], budget=budget, decoded_cache=False)
     layer = build_layer(spec, plan, quant, scratch=SlotTable())
-    layer.load(experts)
+    layer.load(experts, Journal(keeps=False))
     return layer
 
 

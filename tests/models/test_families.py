@@ -18,6 +18,7 @@ from safetensors import safe_open
 from tetrarch.attention.pool import KVPool
 from tetrarch.attention.types import AttentionInputs
 from tetrarch.config.plan import Plan
+from tetrarch.memory.journal import Journal
 from tetrarch.models.build import Model, build_model
 from tetrarch.models.names import DenseDestination
 from tetrarch.moe.experts import ExpertStager
@@ -70,7 +71,7 @@ def load(model: Model, plan: Plan, moved: Callable[[Place], Place]) -> None:
                 put(*moved((part, expert)), one)
     assert written == set(model.weights)
     for path, stager in stagers.items():
-        model.experts[path].load(stager.finish())
+        model.experts[path].load(stager.finish(), Journal(keeps=False))
 
 
 class Server:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tetrarch.config.plan import ExpertPlan, QuantPlan, TokenBudget
 from tetrarch.config.support import SUPPORT, Finalize
+from tetrarch.memory.journal import Journal
 from tetrarch.memory.slots import SlotTable
 from tetrarch.moe.build import build_layer
 from tetrarch.moe.experts import ExpertStager
@@ -122,9 +123,9 @@ def _layer(
 ) -> MoELayer:
     plan = _experts(quant, rows=rows, decoded_cache=decoded_cache)
     layer = build_layer(spec, plan, quant, scratch=SlotTable(), ignored=ignored)
-    layer.load(
-        _stage(spec, quant, _matrices(spec), ignored=ignored) if weights is None else weights
-    )
+    if weights is None:
+        weights = _stage(spec, quant, _matrices(spec), ignored=ignored)
+    layer.load(weights, Journal(keeps=False))
     return layer
 
 

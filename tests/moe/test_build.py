@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tetrarch.core.errors import Unsupported
+from tetrarch.memory.journal import Journal
 from tetrarch.memory.slots import SlotTable
 from tetrarch.moe.build import build_layer
 from tetrarch.numerics.contract import Quantization
@@ -53,7 +54,7 @@ def test_no_forward_allocates_a_slot(
     layer = build_layer(make_spec(), make_experts(quant), quant, scratch=scratch)
     layer.weights.freeze()
     scratch.freeze()
-    layer.load(stage(make_spec(), quant, make_matrices(make_spec())))
+    layer.load(stage(make_spec(), quant, make_matrices(make_spec())), Journal(keeps=False))
     assert layer(*make_tokens(make_spec(), 64)).isfinite().all()
 
 

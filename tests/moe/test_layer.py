@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tetrarch.core.errors import AddressChanged
+from tetrarch.memory.journal import Journal
 from tetrarch.numerics.contract import Quantization
 
 ONLINE = Quantization.NVFP4_ONLINE
@@ -62,4 +63,4 @@ def test_experts_of_another_size_are_refused(
     layer = make_layer(make_spec(), make_quant(ONLINE))
     other = make_spec(intermediate_size=48)
     with pytest.raises(AddressChanged, match="gate_up"):
-        layer.load(stage(other, make_quant(ONLINE), make_matrices(other)))
+        layer.load(stage(other, make_quant(ONLINE), make_matrices(other)), Journal(keeps=False))

@@ -48,6 +48,7 @@ class ExpertStager:
         self._seen_bias: set[tuple[Part, int]] = set()
         self._kinds: set[str] = set()
         self._input_scales: dict[tuple[Part, int], float | None] = {}
+        self._num_parts = self._num_biases = 0  # that `is_complete` waits for
 
     def put(self, part: Part, expert: int, value: Tensor | Nvfp4Matrix) -> None:
         """Take one matrix.
@@ -66,7 +67,9 @@ class ExpertStager:
         self._refuse(part, expert, matrix_flaw(value, self._spec.shape_of(part)))
         if isinstance(value, Nvfp4Matrix) and self._static:
             self._note_input_scale(part, expert, value.input_scale)
-        if (local := self._local(expert)) is None:
+        local = self._local(expert)
+        self._num_parts += self._static or local is not None
+        if local is None:
             return
         self._open().put(part, local, value)
 
@@ -81,11 +84,23 @@ class ExpertStager:
         self._refuse(part, expert, unexpected or bias_flaw(value, self._spec.shape_of(part)[0]))
         if (local := self._local(expert)) is None:
             return
+        self._num_biases += 1
         spec, name = self._spec, buffer_of(part)
         if name not in self._biases:
             shape = (spec.num_local_experts, spec.matrices[name][0])
             self._biases[name] = torch.empty(shape, dtype=spec.dtype, device=spec.device)
         self._biases[name][local, spec.rows_of(part)] = value.to(spec.dtype)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything has come that `finish` and its numbers depend on.
+
+        A static input scale is one for all ranks, so then the experts of others count as well.
+        """
+        spec = self._spec
+        parts = (spec.num_experts if self._static else spec.num_local_experts) * len(spec.parts)
+        biases = spec.num_local_experts * len(spec.parts) if spec.has_bias else 0
+        return self._num_parts >= parts and self._num_biases >= biases
 
     def missing(self) -> list[tuple[Part, int]]:
         """Return this rank's matrices that have not come yet, with global ids."""

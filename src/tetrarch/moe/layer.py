@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from tetrarch.memory.journal import Journal
 from tetrarch.memory.slots import SlotTable
 from tetrarch.moe.types import (
     CanonicalExperts,
@@ -40,10 +41,19 @@ class MoELayer(nn.Module):
         self.spec, self.dispatcher, self.runner = spec, dispatcher, runner
         self.weights, self.scratch = weights, scratch  # weights: this layer's; scratch: shared
 
-    def load(self, experts: CanonicalExperts | PlainExperts) -> None:
-        """Take new weights. The first load and every reload are this same call."""
+    def load(self, experts: CanonicalExperts | PlainExperts, journal: Journal) -> None:
+        """Take new weights. The first load and every reload are this same call.
+
+        Args:
+            experts: The whole layer.
+            journal: Writes the slots, and keeps the old ones where a load is to be undone.
+        """
         for name, packed in self.runner.pack(experts).items():
-            self.weights.write_(name, packed)
+            journal.write(self.weights, name, packed)
+
+    def canonical(self) -> CanonicalExperts | PlainExperts:
+        """Return the weights in the form in which they were given; may share their memory."""
+        return self.runner.unpack(self.weights)
 
     @torch.no_grad()
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -186,6 +186,13 @@ class Runner(Protocol):
         """Return the runner's own layout, keyed as `weight_specs`. Pure; never in place."""
         ...
 
+    def unpack(self, weights: Mapping[str, Tensor]) -> CanonicalExperts | PlainExperts:
+        """Return what `pack` made the weights from, bit for bit: checksums compare that form.
+
+        What comes back may share memory with `weights`.
+        """
+        ...
+
     def run(
         self, x: Dispatched, *, weights: Mapping[str, Tensor], scratch: Mapping[str, Tensor]
     ) -> Tensor:

@@ -87,6 +87,8 @@ class ReferenceRunner:
                 shapes[f"{name}_decoded"] = ((e, width, out), torch.float16)
             if self._activations is Activations.PER_TENSOR:
                 shapes[f"{name}_encode_scale"] = ((), _FP32)
+                shapes[f"{name}_input_scale"] = ((), _FP32)  # these two are for `unpack`
+                shapes[f"{name}_global_scale"] = (shapes[f"{name}_scale"][0], _FP32)
             if s.has_bias:
                 shapes[f"{name}_bias"] = ((e, out), _FP32)
         return {name: TensorSpec(*shape, s.device) for name, shape in shapes.items()}
@@ -123,9 +125,34 @@ class ReferenceRunner:
         if self._activations is Activations.PER_TENSOR:
             scales["gate_up_encode_scale"] = experts.gate_up_input_scale.reciprocal()
             scales["down_encode_scale"] = experts.down_input_scale.reciprocal()
+            scales["gate_up_input_scale"] = experts.gate_up_input_scale
+            scales["down_input_scale"] = experts.down_input_scale
+            scales |= {"gate_up_global_scale": gate_up, "down_global_scale": down}
             gate_up = alpha(gate_up, scales["gate_up_encode_scale"])
             down = alpha(down, scales["down_encode_scale"])
         return scales | {"gate_up_scale": gate_up, "down_scale": down}
+
+    def unpack(self, weights: Mapping[str, Tensor]) -> CanonicalExperts | PlainExperts:
+        """Return what `pack` was given; folding rounds, so the folded scales are kept beside."""
+        biases: dict[str, Tensor] = {}
+        if self._spec.has_bias:
+            names = ("gate_up_bias", "down_bias")
+            biases = {name: weights[name].to(self._spec.dtype) for name in names}
+        if not self._packed:
+            return PlainExperts(gate_up=weights["gate_up"], down=weights["down"], **biases)
+        static = self._activations is Activations.PER_TENSOR
+        kind, one = ("global_scale" if static else "scale"), weights["gate_up_scale"].new_ones(())
+        return CanonicalExperts(
+            gate_up=weights["gate_up"],
+            gate_up_block_scale=weights["gate_up_block_scale"],
+            gate_up_global_scale=weights[f"gate_up_{kind}"],
+            down=weights["down"],
+            down_block_scale=weights["down_block_scale"],
+            down_global_scale=weights[f"down_{kind}"].squeeze(1),
+            gate_up_input_scale=weights["gate_up_input_scale"] if static else one,
+            down_input_scale=weights["down_input_scale"] if static else one,
+            **biases,
+        )
 
     def run(
         self, x: Dispatched, *, weights: Mapping[str, Tensor], scratch: Mapping[str, Tensor]

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole weights into slots: dense ones at once, a layer's experts when all of them are there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tetrarch.config.plan import QuantPlan
+from tetrarch.memory.journal import Journal
+from tetrarch.models.build import Model
+from tetrarch.models.formats import StoredWeight
+from tetrarch.models.names import Destination, ExpertDestination
+from tetrarch.models.parts import Parts, assemble, decode
+from tetrarch.moe.experts import ExpertStager
+from tetrarch.moe.types import Nvfp4Matrix
+
+__all__ = ["WeightWriter"]
+
+
+class WeightWriter:
+    """Writes one load, or one update, through a journal.
+
+    Lives as long as that: what a failed one left behind cannot meet the next.
+
+    Attributes:
+        model: Whose slots are written.
+        journal: Through which.
+        num_dense: Dense weights written.
+        num_expert_matrices: Expert matrices taken; written with their layer.
+    """
+
+    def __init__(self, model: Model, plan: QuantPlan, journal: Journal) -> None:
+        self.model, self.journal = model, journal
+        self.num_dense = self.num_expert_matrices = 0
+        self._plan = plan
+        self._stagers: dict[str, ExpertStager] = {}
+        self._dense: set[str] = set()
+        self._layers: set[str] = set()
+
+    def take(self, weight: StoredWeight, to: Destination, parts: Parts) -> None:
+        """Take one whole weight.
+
+        Args:
+            weight: How it is stored.
+            to: Where it goes.
+            parts: Its tensors, by the last word of their names.
+
+        Raises:
+            CheckpointError: Its values cannot be weights, or it came twice.
+        """
+        if isinstance(to, ExpertDestination):
+            self._stage(to, weight, parts)
+            return
+        slot = self.model.weights[to.name]
+        value = assemble(weight, parts, dtype=slot.dtype, device=slot.device)
+        self.journal.write(self.model.weights, to.name, decode(value, slot.dtype))
+        self._dense.add(to.name)
+        self.num_dense += 1
+
+    def unfinished(self) -> list[str]:
+        """Return in words what the layers lack of which only a part has come."""
+        return [
+            f"{layer}: {part} of expert {expert}"
+            for layer, stager in self._stagers.items()
+            for part, expert in stager.missing() or [("a bias", "some")]
+        ]
+
+    def unwritten(self) -> list[str]:
+        """Return the dense weights and expert layers that have not been written."""
+        dense = [name for name in self.model.weights if name not in self._dense]
+        return dense + [path for path in self.model.experts if path not in self._layers]
+
+    def _stage(self, to: ExpertDestination, weight: StoredWeight, parts: Parts) -> None:
+        layer = self.model.experts[to.layer]
+        ignored = to.layer in self.model.ignored
+        if to.layer not in self._stagers:
+            stager = ExpertStager(layer.spec, self._plan, ignored=ignored, layer=to.layer)
+            self._stagers[to.layer] = stager
+        stager = self._stagers[to.layer]
+        packs = self._plan.contract.quantizes_weights and not ignored
+        # FP8 becomes BF16 before it becomes NVFP4: so the contract defines online weights.
+        dtype = torch.bfloat16 if packs else layer.spec.dtype
+        self._put(stager, to, assemble(weight, parts, dtype=dtype, device=layer.spec.device))
+        if stager.is_complete:
+            layer.load(self._stagers.pop(to.layer).finish(), self.journal)
+            self._layers.add(to.layer)
+
+    def _put(
+        self, stager: ExpertStager, to: ExpertDestination, value: Tensor | Nvfp4Matrix
+    ) -> None:
+        if isinstance(value, Nvfp4Matrix):  # never several in one tensor: `place` refuses those
+            assert to.part is not None
+            assert to.expert is not None
+            stager.put(to.part, to.expert, value)
+            self.num_expert_matrices += 1
+            return
+        for part, expert, one in to.matrices(value):
+            if to.bias:
+                stager.put_bias(part, expert, one)
+            else:
+                stager.put(part, expert, one)
+                self.num_expert_matrices += 1
