@@ -13,7 +13,7 @@ from tetrarch.config.plan import MemoryPlan, Plan
 from tetrarch.core.errors import ConfigError
 from tetrarch.core.units import ceil_div, format_bytes
 
-__all__ = ["Capacity", "free_bytes", "kv_capacity"]
+__all__ = ["Capacity", "free_bytes", "free_host_bytes", "kv_capacity"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,18 @@ def _tokens(memory: MemoryPlan, *, bytes_per_token: int, free: int) -> tuple[int
 
 
 def free_bytes(device: Device) -> int:
-    """Return how many bytes this process may still allocate on the device.
-
-    On a CPU a container may allow less than the host has free; `memory_bytes` knows its limit.
-    """
+    """Return how many bytes this process may still allocate on the device."""
     if device.torch_device == "cuda":
         return torch.cuda.mem_get_info()[0]
+    return free_host_bytes(device)
+
+
+def free_host_bytes(device: Device) -> int:
+    """Return how many bytes of host memory this process may still allocate.
+
+    A container may allow less than the host has free; a CPU's `memory_bytes` knows its limit.
+    """
+    if device.torch_device == "cuda":  # `memory_bytes` is the card's
+        return psutil.virtual_memory().available
     used = psutil.Process().memory_info().rss
     return max(0, min(psutil.virtual_memory().available, device.memory_bytes - used))

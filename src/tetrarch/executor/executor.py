@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -12,10 +13,12 @@ from tetrarch.config.plan import Plan
 from tetrarch.core.errors import CheckpointError
 from tetrarch.core.progress import NoProgress, Progress
 from tetrarch.executor.batch import build_batch
-from tetrarch.executor.capacity import Capacity, free_bytes, kv_capacity
+from tetrarch.executor.capacity import Capacity, free_bytes, free_host_bytes, kv_capacity
+from tetrarch.executor.regions import Regions
 from tetrarch.executor.results import step_result
 from tetrarch.executor.smoke import smoke_steps
 from tetrarch.executor.step import Step, StepResult
+from tetrarch.executor.weights import WeightStore
 from tetrarch.memory.slots import Region
 from tetrarch.models.build import Model, build_model
 from tetrarch.models.load import LoadReport, load_weights
@@ -35,8 +38,10 @@ class Executor:
         progress: Told how far loading has come.
 
     Attributes:
+        regions: What memory is there; nothing may step while some is released.
         capacity: Pages and tokens of the KV pool.
-        load_report: What loading found.
+        load_report: What the first load found.
+        weights: Checks, replaces and restores the weights, between steps.
         num_steps: Forwards run for somebody; the smoke forwards do not count.
         moe_tokens_high_water: Most rows that one forward brought to the expert layers.
 
@@ -50,13 +55,18 @@ class Executor:
         self._device = torch.device(plan.device.torch_device)
         if plan.device.torch_device == "cpu":
             torch.set_num_threads(plan.num_threads)
-        self._model: Model = build_model(plan, device=self._device)
+        self.regions = Regions(plan.memory, self._device)
+        self._model: Model = build_model(
+            plan, device=self._device, arena=self.regions[Region.WEIGHTS]
+        )
         self.load_report: LoadReport = load_weights(
             self._model,
             SafetensorsSource(plan.model.path),
             plan=plan.quant,
             progress=progress or NoProgress(),
         )
+        host = partial(free_host_bytes, plan.device)
+        self.weights = WeightStore(self._model, plan, free_host=host)
         dtype = self._model.dtype
         self.capacity: Capacity = kv_capacity(
             plan,
@@ -69,6 +79,7 @@ class Executor:
             page_size=self.capacity.page_size,
             dtype=dtype,
             device=self._device,
+            arena=self.regions[Region.KV_CACHE],
         )
         self.num_steps = self.moe_tokens_high_water = 0
         self._smoke()
@@ -99,9 +110,8 @@ class Executor:
     @property
     def memory(self) -> Mapping[str, int]:
         """Bytes by region, and of the scratch that the expert layers share."""
-        experts = sum(layer.weights.num_bytes for layer in self._model.experts.values())
         return {
-            Region.WEIGHTS: self._model.weights.num_bytes + experts,
+            Region.WEIGHTS: self.weights.num_bytes,
             Region.KV_CACHE: self._pool.slots.num_bytes,
             "scratch": self._model.scratch.num_bytes,
         }

@@ -18,6 +18,7 @@ from tetrarch.models.build import Model
 from tetrarch.models.faults import Fault, Faults
 from tetrarch.models.parts import PartCollector
 from tetrarch.models.placement import Placements, decoded, place
+from tetrarch.models.readback import verify
 from tetrarch.models.report import LoadReport
 from tetrarch.models.sources import Source
 from tetrarch.models.writer import WeightWriter
@@ -84,6 +85,8 @@ def fill(
     for name in collector.unfinished() or writer.unfinished():
         faults.add(Fault.MISSING, name)
     faults.raise_any(source.name)
+    if writer.digests:
+        verify(writer.model, writer.digests)
     return LoadReport(
         source=source.name,
         num_tensors=len(names),

@@ -28,9 +28,9 @@ from tetrarch.models.report import Decoded, Unused
 from tetrarch.models.sources import Source, TensorHeader, reading_order
 from tetrarch.numerics.contract import Scope, SourceFormat
 
-__all__ = ["Placement", "Placements", "decoded", "place"]
+__all__ = ["Headers", "Placement", "Placements", "decoded", "group", "place", "place_some"]
 
-_Headers = Mapping[str, tuple[str, TensorHeader]]  # of one weight: part → tensor name, header
+Headers = Mapping[str, tuple[str, TensorHeader]]  # of one weight: part → tensor name, header
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,36 @@ def place(model: Model, source: Source, quant: QuantPlan) -> Placements:
             of a refused format; all of them are named at once.
     """
     survey = _Survey(model, quant)
-    for name, parts in _group(source.headers, survey.drop).items():
+    for name, parts in group(source.headers, survey.drop).items():
         survey.add(name, parts)
     return survey.finish(source.name)
+
+
+def place_some(
+    model: Model, weights: Mapping[str, Headers], quant: QuantPlan, *, source: str
+) -> tuple[Placements, dict[str, str]]:
+    """Place those weights of an update that are whole.
+
+    Args:
+        model: As for `place`.
+        weights: Weight → what has come of it (`group`).
+        quant: As for `place`.
+        source: What errors call it.
+
+    Returns:
+        The whole weights, placed; and weight → what it lacks, in words, of the others.
+
+    Raises:
+        CheckpointError: Weights are unexpected, mismatched, given twice or of a refused format.
+    """
+    survey = _Survey(model, quant)
+    waiting: dict[str, str] = {}
+    for name, parts in weights.items():
+        if (lacking := survey.lacking(name, parts)) is None:
+            survey.add(name, parts)
+        else:
+            waiting[name] = lacking
+    return survey.finish_some(source), waiting
 
 
 def decoded(placements: Placements, model: Model) -> tuple[Decoded, ...]:
@@ -90,14 +117,15 @@ def decoded(placements: Placements, model: Model) -> tuple[Decoded, ...]:
     )
 
 
-def _group(
-    headers: Mapping[str, TensorHeader], drop: Callable[[Unused, str], None]
-) -> dict[str, _Headers]:
-    """Gather the parts of each weight; the scales of a KV cache belong to none."""
+def group(
+    headers: Mapping[str, TensorHeader], drop: Callable[[Unused, str], None] | None = None
+) -> dict[str, Headers]:
+    """Gather the parts of each weight; the scales of a KV cache belong to none: they drop."""
     weights: dict[str, dict[str, tuple[str, TensorHeader]]] = {}
     for tensor, header in headers.items():
         if tensor.endswith((".k_scale", ".v_scale")):
-            drop(Unused.KV_SCALE, tensor)
+            if drop is not None:
+                drop(Unused.KV_SCALE, tensor)
             continue
         name, part = split_part(tensor)
         weights.setdefault(name, {})[part] = (tensor, header)
@@ -120,7 +148,7 @@ class _Survey:
         """Note a tensor that goes nowhere."""
         self._unused.setdefault(kind, []).append(tensor)
 
-    def add(self, name: str, parts: _Headers) -> None:
+    def add(self, name: str, parts: Headers) -> None:
         """Place one weight, or note what is wrong with it."""
         if (kind := self._model.names.ignored(name)) is not None:
             for tensor, _ in parts.values():
@@ -154,6 +182,10 @@ class _Survey:
             self._faults.add(Fault.MISSING, name)
         for words in self._census.mixed():
             self._faults.add(Fault.REFUSED, words)
+        return self.finish_some(source)
+
+    def finish_some(self, source: str) -> Placements:
+        """Check what has come."""
         self._faults.raise_any(source)
         self._census.check_contract()
         return Placements(
@@ -161,6 +193,16 @@ class _Survey:
             formats=self._census.formats(),
             unused={kind: tuple(reading_order(names)) for kind, names in self._unused.items()},
         )
+
+    def lacking(self, name: str, parts: Headers) -> str | None:
+        """Say what of a weight may still come, or return `None`."""
+        to = self._resolve(name)
+        if to is None:
+            return None  # `add` says why
+        weight = recognise(name, parts)
+        if isinstance(weight, tuple):
+            return weight[1] if weight[0] is Fault.HALF_PAIRED else None
+        return self._no_input_scale(weight, to)
 
     def _resolve(self, name: str) -> Destination | None:
         try:
@@ -187,16 +229,12 @@ class _Survey:
 
     def _keep(self, weight: StoredWeight, to: Destination) -> None:
         """Keep a sound weight, without the input scales that nothing here would use."""
-        wants = False
         if isinstance(to, ExpertDestination):
             self._census.note_format(to, weight.format)
-            wants = self._static and weight.format in NVFP4_FORMATS
-            wants = wants and to.layer not in self._model.ignored
-        scales = [part for part in INPUT_SCALES if part in weight.parts]
-        if wants and not scales:
-            words = f"{weight.name}: no input scale, which static activation scales need"
+        if (words := self._no_input_scale(weight, to)) is not None:
             self._faults.add(Fault.HALF_PAIRED, words)
-        if scales and not wants:
+        scales = [part for part in INPUT_SCALES if part in weight.parts]
+        if scales and not self._wants_input_scale(weight, to):
             nvfp4 = weight.format in NVFP4_FORMATS
             kind = Unused.NVFP4_INPUT_SCALE if nvfp4 else Unused.FP8_INPUT_SCALE
             for part in scales:
@@ -206,3 +244,12 @@ class _Survey:
         # A static input scale is one for all ranks, so each rank sees every expert's.
         if not isinstance(to, ExpertDestination) or self._static or self._census.is_local(to):
             self._placed.append(Placement(weight, to))
+
+    def _wants_input_scale(self, weight: StoredWeight, to: Destination) -> bool:
+        is_bound = isinstance(to, ExpertDestination) and to.layer not in self._model.ignored
+        return is_bound and self._static and weight.format in NVFP4_FORMATS
+
+    def _no_input_scale(self, weight: StoredWeight, to: Destination) -> str | None:
+        if not self._wants_input_scale(weight, to) or any(p in weight.parts for p in INPUT_SCALES):
+            return None
+        return f"{weight.name}: no input scale, which static activation scales need"

@@ -22,7 +22,7 @@ from tetrarch.core.errors import CheckpointError, TetrarchError
 from tetrarch.models.experts import ExpertShape, expert_shape, is_expert_module
 from tetrarch.models.names import NamePlan
 
-__all__ = ["ExpertSite", "Skeleton", "read_skeleton", "swap_module"]
+__all__ = ["ExpertSite", "Skeleton", "read_config", "read_skeleton", "swap_module"]
 
 ATTENTION = "tetrarch"
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention)
@@ -64,7 +64,7 @@ def read_skeleton(path: str, *, dtype: torch.dtype) -> Skeleton:
         CheckpointError: The model is not one we can serve; says which part is the obstacle.
         UnknownAttentionArgument: Its attention asks for something we would ignore.
     """
-    config = _read_config(path)
+    config = read_config(path)
     _refuse_by_config(config)
     model = _instantiate(config, dtype)
     shapes = {
@@ -91,7 +91,12 @@ def swap_module(model: nn.Module, path: str, module: nn.Module) -> nn.Module:
     return old
 
 
-def _read_config(path: str) -> PreTrainedConfig:
+def read_config(path: str) -> PreTrainedConfig:
+    """Read `config.json` of a folder.
+
+    Raises:
+        CheckpointError: It is missing, damaged, or of a model that transformers does not know.
+    """
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from tetrarch.config.plan import QuantPlan
+from tetrarch.memory.checksum import digest
 from tetrarch.memory.journal import Journal
 from tetrarch.models.build import Model
 from tetrarch.models.formats import StoredWeight
 from tetrarch.models.names import Destination, ExpertDestination
 from tetrarch.models.parts import Parts, assemble, decode
+from tetrarch.models.readback import digests_of
 from tetrarch.moe.experts import ExpertStager
 from tetrarch.moe.types import Nvfp4Matrix
 
@@ -26,12 +28,18 @@ class WeightWriter:
     Attributes:
         model: Whose slots are written.
         journal: Through which.
+        digests: Of what was written, named as by `checksums`; empty unless it is to be verified.
         num_dense: Dense weights written.
         num_expert_matrices: Expert matrices taken; written with their layer.
     """
 
-    def __init__(self, model: Model, plan: QuantPlan, journal: Journal) -> None:
+    def __init__(
+        self, model: Model, plan: QuantPlan, journal: Journal, *, digests: bool = False
+    ) -> None:
+        """Begin; `digests` are kept where somebody will `verify` them."""
         self.model, self.journal = model, journal
+        self.digests: dict[str, str] = {}
+        self._keeps_digests = digests
         self.num_dense = self.num_expert_matrices = 0
         self._plan = plan
         self._stagers: dict[str, ExpertStager] = {}
@@ -53,8 +61,11 @@ class WeightWriter:
             self._stage(to, weight, parts)
             return
         slot = self.model.weights[to.name]
-        value = assemble(weight, parts, dtype=slot.dtype, device=slot.device)
-        self.journal.write(self.model.weights, to.name, decode(value, slot.dtype))
+        stored = assemble(weight, parts, dtype=slot.dtype, device=slot.device)
+        value = decode(stored, slot.dtype)
+        self.journal.write(self.model.weights, to.name, value)
+        if self._keeps_digests:
+            self.digests[to.name] = digest(value)
         self._dense.add(to.name)
         self.num_dense += 1
 
@@ -83,8 +94,11 @@ class WeightWriter:
         dtype = torch.bfloat16 if packs else layer.spec.dtype
         self._put(stager, to, assemble(weight, parts, dtype=dtype, device=layer.spec.device))
         if stager.is_complete:
-            layer.load(self._stagers.pop(to.layer).finish(), self.journal)
+            experts = self._stagers.pop(to.layer).finish()
+            layer.load(experts, self.journal)
             self._layers.add(to.layer)
+            if self._keeps_digests:
+                self.digests |= digests_of(to.layer, experts)
 
     def _put(
         self, stager: ExpertStager, to: ExpertDestination, value: Tensor | Nvfp4Matrix

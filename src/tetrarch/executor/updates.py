@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an update of weights is: planned, open, done."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tetrarch.memory.journal import Journal
+from tetrarch.models.placement import Placements
+from tetrarch.models.report import LoadReport
+from tetrarch.models.sources import Source
+from tetrarch.models.update import LiveUpdate
+
+__all__ = ["DiskUpdate", "Session", "UpdateReport", "WeightsState"]
+
+
+class WeightsState(StrEnum):
+    """Whether a forward may use the weights; all but `READY` are codes of a 503."""
+
+    READY = "ready"
+    RELEASED = "weights_released"  # their memory is lent
+    NOT_LOADED = "weights_not_loaded"  # their memory is back, its contents are undefined
+    INCONSISTENT = "weights_inconsistent"  # an update failed half-way, and could not be undone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskUpdate:
+    """A planned update: everything that headers can tell has been checked.
+
+    Attributes:
+        path: The folder.
+        source: Its tensors, unread.
+        placements: Where they go.
+        atomic: A failure will restore the old weights: there is room for an undo copy, or there
+            is nothing worth restoring.
+        seconds: That planning took.
+    """
+
+    path: str
+    source: Source
+    placements: Placements
+    atomic: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReport:
+    """What an update did.
+
+    Attributes:
+        atomic: It could have been undone.
+        num_tensors, num_bytes: Read or received, as stored.
+        seconds: From the first write to the last, planning left out.
+        load: Of an update from disk.
+    """
+
+    atomic: bool
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+    load: LoadReport | None = None
+
+
+class Session:
+    """An update by tensors that is open."""
+
+    def __init__(self, update: LiveUpdate, journal: Journal) -> None:
+        self.update, self.journal = update, journal
+        self._began = time.perf_counter()
+
+    def report(self) -> UpdateReport:
+        """Return what has come of it."""
+        return UpdateReport(
+            atomic=self.journal.keeps,
+            num_tensors=self.update.num_tensors,
+            num_bytes=self.update.num_bytes,
+            seconds=time.perf_counter() - self._began,
+        )

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of one rank over their life: loaded, replaced, restored, or not to be used.
+
+An update is a transaction. It is planned from headers while requests run, written between two
+steps, and taken back if anything fails: what is served is the old weights or the new ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from tetrarch.config.checkpoint import read_checkpoint
+from tetrarch.config.plan import Plan
+from tetrarch.core.errors import CheckpointError, ConfigError
+from tetrarch.core.log import get_logger
+from tetrarch.core.progress import NoProgress, Progress
+from tetrarch.core.units import format_bytes
+from tetrarch.executor.updates import DiskUpdate, Session, UpdateReport, WeightsState
+from tetrarch.memory.journal import Journal
+from tetrarch.models.build import Model
+from tetrarch.models.compare import check_same_model
+from tetrarch.models.load import fill
+from tetrarch.models.placement import place
+from tetrarch.models.readback import checksums, read_back
+from tetrarch.models.sources import SafetensorsSource
+from tetrarch.models.update import LiveUpdate
+from tetrarch.models.writer import WeightWriter
+
+__all__ = ["WeightStore"]
+
+_log = get_logger(__name__)
+_RESERVE = 256 * 2**20  # host bytes that an undo copy leaves to everybody else
+
+
+class WeightStore:
+    """Owns the state of a model's weights. One thread writes; `plan` may run on another.
+
+    Attributes:
+        state: Whether a forward may use them.
+        path: Folder of the checkpoint that they came from last.
+    """
+
+    def __init__(self, model: Model, plan: Plan, *, free_host: Callable[[], int]) -> None:
+        """Take over a model that has just been loaded from the plan's checkpoint.
+
+        Args:
+            model: Loaded.
+            plan: What it was built from.
+            free_host: Tells how many bytes of host memory an undo copy may take.
+        """
+        self._model, self._plan, self._free_host = model, plan, free_host
+        self._session: Session | None = None
+        self.state = self._before = WeightsState.READY
+        self.path = plan.model.path
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots, and so of a full undo copy."""
+        layers = sum(layer.weights.num_bytes for layer in self._model.experts.values())
+        return self._model.weights.num_bytes + layers
+
+    def plan(self, path: str, *, atomic: bool | None) -> DiskUpdate:
+        """Check a checkpoint against the model, from its headers alone; nothing is written.
+
+        Args:
+            path: A local folder.
+            atomic: Demand an undo copy, or renounce it; `None`: where the host has room.
+
+        Raises:
+            CheckpointError: Names, shapes, types, formats or the configuration do not fit.
+            ConfigError: An undo copy was demanded and does not fit.
+        """
+        began = time.perf_counter()
+        read_checkpoint(path)  # refuses what its files declare and we cannot load
+        check_same_model(self._model, path)
+        source = SafetensorsSource(path)
+        placements = place(self._model, source, self._plan.quant)
+        return DiskUpdate(
+            path=path,
+            source=source,
+            placements=placements,
+            atomic=self._can_undo(wanted=atomic),
+            seconds=time.perf_counter() - began,
+        )
+
+    def commit(self, update: DiskUpdate, progress: Progress | None = None) -> UpdateReport:
+        """Write a planned update. Between steps only.
+
+        Raises:
+            CheckpointError: A value or a file was at fault. The old weights are restored, bit for
+                bit, or the state says that they are not.
+        """
+        self._require_memory()
+        self.abandon()
+        journal = Journal(keeps=update.atomic and self.state is WeightsState.READY)
+        writer = WeightWriter(self._model, self._plan.quant, journal, digests=True)
+        try:
+            load = fill(writer, update.source, update.placements, progress=progress or NoProgress())
+        except Exception as error:
+            raise self._failed(journal, error) from error
+        self.state, self.path = WeightsState.READY, update.path
+        return UpdateReport(
+            atomic=update.atomic,
+            num_tensors=load.num_tensors,
+            num_bytes=load.num_bytes,
+            seconds=load.seconds,
+            load=load,
+        )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an update by tensors has begun and not ended."""
+        return self._session is not None
+
+    def begin(self, *, atomic: bool | None = None) -> None:
+        """Begin an update by tensors; one that is open is dropped like a failed one.
+
+        Raises:
+            ConfigError: An undo copy was demanded and does not fit.
+        """
+        self._require_memory()
+        self.abandon()
+        journal = Journal(keeps=self._can_undo(wanted=atomic))
+        self._session = Session(LiveUpdate(self._model, self._plan.quant, journal), journal)
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take tensors, and write what is whole; opens an update where none is open.
+
+        Raises:
+            CheckpointError: They do not fit. If names, shapes, types or repetitions are at fault,
+                nothing of this call was taken and the update goes on; if values are, the update
+                is over, and the old weights are restored or the state says that they are not.
+        """
+        if self._session is None:
+            self.begin()
+        assert self._session is not None
+        update, journal = self._session.update, self._session.journal
+        pieces = update.check(tensors)
+        try:
+            update.take(pieces)
+        except Exception as error:
+            self._session = None
+            raise self._failed(journal, error) from error
+
+    def unfinished(self) -> list[str]:
+        """Return in words what the open update still lacks; empty without one."""
+        return [] if self._session is None else self._session.update.unfinished()
+
+    def finish(self) -> UpdateReport | None:
+        """End the update by tensors; `None` where none was open.
+
+        Raises:
+            CheckpointError: Layers are half-complete, or the weights were undefined and some have
+                not come. The old ones are restored, or the state says that they are not.
+        """
+        if (session := self._session) is None:
+            return None
+        self._session = None
+        try:
+            session.update.check_finished(full=self.state is not WeightsState.READY)
+        except CheckpointError as error:
+            raise self._failed(session.journal, error) from error
+        self.state = WeightsState.READY
+        return session.report()
+
+    def abandon(self) -> None:
+        """Drop an update by tensors and go back to the old weights, or say that one cannot."""
+        if self._session is not None:
+            journal, self._session = self._session.journal, None
+            self._restore(journal)
+
+    def checksums(self) -> dict[str, str]:
+        """Return the digest of every tensor in the form in which it was loaded."""
+        self._require_memory()
+        return checksums(self._model)
+
+    def value(self, name: str) -> Tensor:
+        """Return a resident weight under its checkpoint name; experts decoded.
+
+        Raises:
+            RequestError: The model has no such weight.
+        """
+        self._require_memory()
+        return read_back(self._model, name)
+
+    @torch.no_grad()
+    def scramble(self) -> None:
+        """Overwrite every weight with noise, as a test that an update brings all of them."""
+        self._require_memory()
+        self.abandon()
+        self.state = WeightsState.INCONSISTENT
+        for table in (self._model.weights, *(e.weights for e in self._model.experts.values())):
+            for slot in table.values():
+                slot.view(-1).view(torch.uint8).random_()
+
+    def note_released(self) -> None:
+        """Their memory is lent from now on."""
+        self.abandon()
+        self._before, self.state = self.state, WeightsState.RELEASED
+
+    def note_resumed(self, *, restored: bool) -> None:
+        """Their memory is back; `restored` with its contents."""
+        self.state = self._before if restored else WeightsState.NOT_LOADED
+
+    def _can_undo(self, *, wanted: bool | None) -> bool:
+        if self.state is not WeightsState.READY or wanted is False:
+            return False  # there is nothing worth restoring, or nobody wants it
+        free, need = self._free_host(), self.num_bytes + _RESERVE
+        if need > free and wanted:
+            raise ConfigError(
+                f"an undo copy of {format_bytes(self.num_bytes)} does not fit in host memory",
+                why=f"{format_bytes(free)} are free, of which {format_bytes(_RESERVE)} stay so",
+                fix='send "atomic": false, or leave it out: a failure then cannot be undone',
+            )
+        return need <= free
+
+    def _require_memory(self) -> None:
+        if self.state is WeightsState.RELEASED:
+            raise ConfigError(
+                "the weights are released",
+                why="their memory is lent, and there is nothing to read or to write",
+                fix="POST /resume_memory_occupation with the tag weights first",
+            )
+
+    def _failed(self, journal: Journal, error: Exception) -> CheckpointError:
+        """Go back to the old weights; return the error to raise, which says where that led."""
+        restored = self._restore(journal)
+        if isinstance(error, CheckpointError):
+            what, why, fix = error.what, error.why, error.fix
+        else:  # a disk, a file that shrinks, memory that runs out: whatever reading may raise
+            what, why, fix = "writing the new weights failed", repr(error), "try again"
+        outcome = "the old weights are served" if restored else "a full update must follow"
+        return CheckpointError(what, why=f"{why}; {outcome}", fix=fix)
+
+    def _restore(self, journal: Journal) -> bool:
+        """Undo; return whether what is resident is what it was before the update."""
+        if journal.is_empty:
+            return True
+        try:
+            if journal.keeps:
+                journal.undo()
+                return True
+            _log.error("an update failed half-way, and there is no undo copy")
+        except Exception as error:
+            _log.error("the old weights could not be restored", exc_info=error)
+        if self.state is WeightsState.READY:
+            self.state = WeightsState.INCONSISTENT
+        return False
