@@ -20,7 +20,7 @@ types: setup ; $(BIN)/pyright
 floors: EXTRAS = test,check
 floors: setup ; $(BIN)/lint-imports
 docs: setup ; $(BIN)/python tools/gen_reference.py $(ARGS)
-resolve: setup ; PIP_CONFIG_FILE=/dev/null $(BIN)/python -m pip --isolated install --dry-run --quiet --ignore-installed -c constraints.txt ".[test,check,clients]"
+resolve: setup ; PIP_CONFIG_FILE=/dev/null $(BIN)/python -m pip --isolated install --dry-run --quiet --ignore-installed -c constraints.txt ".[test,check,clients,memory-saver]"
 check: EXTRAS = test,check
 check: lint types floors ; @$(MAKE) --no-print-directory docs ARGS=--check && $(MAKE) --no-print-directory test
 check-slow: EXTRAS = test,check,clients

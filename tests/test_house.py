@@ -26,7 +26,7 @@ VENDORS: dict[str, tuple[str, ...]] = {
     "transformers": ("models/", "engine/text.py"),
     "safetensors": ("models/",),
     "huggingface_hub": ("models/",),
-    "torch_memory_saver": ("memory/regions.py",),
+    "torch_memory_saver": ("memory/saver.py",),
     "xgrammar": ("engine/grammar.py",),
     "zmq": ("engine/", "serve/"),
     "fastapi": ("serve/",),

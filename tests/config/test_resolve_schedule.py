@@ -44,6 +44,20 @@ def test_a_cpu_is_not_given_more_pages_than_its_requests_can_fill(
     assert settle(max_total_tokens=100).memory.max_total_tokens == 100
 
 
+def test_a_backup_needs_memory_that_can_be_released(
+    settle: Callable[..., Plan], refusals: Callable[..., list[TetrarchError]]
+) -> None:
+    """A GPU's can with the saver, a CPU's always."""
+    kept = {"enable_weights_cpu_backup": True}
+    (error,) = refusals(arch=Arch.SM90, **kept)
+    assert "--enable-memory-saver" in error.fix
+    both = settle(arch=Arch.SM90, enable_memory_saver=True, **kept).memory
+    assert (both.saver, both.weights_backup) == (True, True)
+    alone = settle(**kept).memory
+    assert (alone.saver, alone.weights_backup) == (False, True)
+    assert not settle().memory.weights_backup
+
+
 @pytest.mark.parametrize(
     ("chunk", "limit", "page", "tokens"),
     [

@@ -73,7 +73,7 @@ class HistoryModel:
 def history_model(monkeypatch: pytest.MonkeyPatch) -> HistoryModel:
     model = HistoryModel()
     room = "tetrarch.executor.executor."
-    monkeypatch.setattr(room + "build_model", lambda plan, device: model)
+    monkeypatch.setattr(room + "build_model", lambda plan, **_: model)
     monkeypatch.setattr(room + "load_weights", lambda *_, **__: SimpleNamespace())
     monkeypatch.setattr(room + "SafetensorsSource", lambda path: None)
     return model

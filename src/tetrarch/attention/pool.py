@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tetrarch.attention.types import AttentionSite
 from tetrarch.core.specs import TensorSpec
+from tetrarch.memory.arena import Arena
 from tetrarch.memory.slots import SlotTable
 
 __all__ = ["KVPool", "bytes_per_token"]
@@ -33,6 +34,7 @@ class KVPool:
         page_size: Tokens in a page.
         dtype: Of keys and values.
         device: Where the pool lives.
+        arena: Its memory there, if it is to be released and resumed.
     """
 
     def __init__(
@@ -43,9 +45,10 @@ class KVPool:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        arena: Arena | None = None,
     ) -> None:
         self.num_pages, self.page_size = num_pages, page_size
-        self.slots = SlotTable()
+        self.slots = SlotTable(arena)
         for site in sites:
             for kind, dim in (("key", site.key_dim), ("value", site.value_dim)):
                 shape = (num_pages, page_size, site.num_kv_heads, dim)

@@ -19,6 +19,7 @@ GROUPS: dict[str, str] = {
     "experts": "how the experts are computed",
     "scheduling": "who runs, and how many tokens a step may have",
     "kv cache": "how much is remembered",
+    "memory": "what is given back while the server lives",
     "ranks": "over how many devices",
     "cuda graphs": "what is captured",
     "speculation": "drafting several tokens a step",
@@ -39,6 +40,13 @@ class LaunchArgs(EngineArgs, ModelArgs):
     ] = None
     admin_api_key: Annotated[
         str | None, Knob("Key that alone opens the control endpoints", secret=True)
+    ] = None
+    weights_root: Annotated[
+        str | None,
+        Knob(
+            "Folder that /update_weights_from_disk may read; not set: any while --host is this "
+            "machine only, else the folder that holds the model's"
+        ),
     ] = None
     log_level: Annotated[
         str, Knob("Least severe log line shown", choices=("debug", "info", "warning", "error"))

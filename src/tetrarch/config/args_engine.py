@@ -13,7 +13,7 @@ __all__ = ["EngineArgs"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs:
-    """Scheduling, KV cache, ranks, graphs and speculation. `None` is `auto`."""
+    """Scheduling, KV cache, memory, ranks, graphs and speculation. `None` is `auto`."""
 
     chunked_prefill_size: Annotated[
         int | None,
@@ -94,6 +94,23 @@ class EngineArgs:
             group="kv cache",
         ),
     ] = True
+
+    enable_memory_saver: Annotated[
+        bool,
+        Knob(
+            "Allocate GPU memory through torch_memory_saver, so that /release_memory_occupation "
+            "can give it back; a CPU needs no such thing",
+            group="memory",
+        ),
+    ] = False
+    enable_weights_cpu_backup: Annotated[
+        bool,
+        Knob(
+            "Keep released weights (on a GPU in host memory, on a CPU in a temporary file), so "
+            "that resuming alone brings them back",
+            group="memory",
+        ),
+    ] = False
 
     tp_size: Annotated[
         int,

@@ -174,12 +174,17 @@ class ExpertPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """The KV pool. The executor measures what is free after loading, within these bounds."""
+    """The KV pool, and what can be released.
+
+    The executor measures what is free after loading, within these bounds.
+    """
 
     page_size: int
     max_total_tokens: int | None  # the operator's cap; None: by memory
     kv_bytes: int | None  # the operator's size in bytes; None: by fraction
     fraction: float  # of what is free after loading, where neither of the two is given
+    saver: bool = False  # GPU memory can be released; a CPU's always can
+    weights_backup: bool = False  # released weights are kept in host memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +200,7 @@ class ServePlan:
     incremental_streaming: bool
     allow_auto_truncate: bool
     stream_interval: int
+    weights_root: str | None = None  # resolved folder that an update may read; None: any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

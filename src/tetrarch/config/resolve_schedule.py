@@ -75,11 +75,14 @@ def resolve_memory(
     fraction = ledger.pick(
         "kv_cache_fraction", args.kv_cache_fraction, defaults.fraction, defaults.why_memory
     )
+    _check_backup(args, device, ledger)
     return MemoryPlan(
         page_size=page,
         max_total_tokens=cap,
         kv_bytes=args.kv_cache_bytes,
         fraction=fraction,
+        saver=args.enable_memory_saver,
+        weights_backup=args.enable_weights_cpu_backup,
     )
 
 
@@ -103,6 +106,18 @@ def resolve_schedule(
         mixed_chunk=mixed,
         prefix_cache=args.prefix_cache,
     )
+
+
+def _check_backup(args: LaunchArgs, device: Device, ledger: Ledger) -> None:
+    releasable = args.enable_memory_saver or device.arch is Arch.CPU
+    if args.enable_weights_cpu_backup and not releasable:
+        ledger.refuse(
+            ConfigError(
+                "--enable-weights-cpu-backup without --enable-memory-saver",
+                why="a GPU's weights cannot be released, so there is nothing to keep",
+                fix="add --enable-memory-saver, or leave it out",
+            )
+        )
 
 
 def _page_size(args: LaunchArgs) -> int:

@@ -13,6 +13,7 @@ __all__ = [
     "ConfigError",
     "EngineDead",
     "LaunchErrors",
+    "MemoryRefused",
     "RequestError",
     "ShapeError",
     "TetrarchError",
@@ -73,6 +74,10 @@ class AddressChanged(TetrarchError):
 
 class CapacityExceeded(TetrarchError):
     """A forward is larger than the buffers that were sized for the worst case."""
+
+
+class MemoryRefused(TetrarchError):
+    """The system cannot give, keep or restore that much memory; everything is as before."""
 
 
 class ShapeError(TetrarchError, ValueError):

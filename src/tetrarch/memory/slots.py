@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tetrarch.core.errors import AddressChanged
 from tetrarch.core.specs import TensorSpec
+from tetrarch.memory.arena import Arena
 
 __all__ = ["Region", "SlotTable"]
 
@@ -30,9 +31,14 @@ class Region(StrEnum):
 
 
 class SlotTable(Mapping[str, Tensor]):
-    """Allocate once, write in place, never rebind."""
+    """Allocate once, write in place, never rebind.
 
-    def __init__(self) -> None:
+    Args:
+        arena: Where the slots live, if their memory is to be released and resumed.
+    """
+
+    def __init__(self, arena: Arena | None = None) -> None:
+        self._arena = arena
         self._tensors: dict[str, Tensor] = {}
         self._specs: dict[str, TensorSpec] = {}
         self._frozen = False
@@ -42,6 +48,7 @@ class SlotTable(Mapping[str, Tensor]):
 
         Raises:
             AddressChanged: The table is frozen, or the name is taken.
+            MemoryRefused: The arena has no more memory.
         """
         if self._frozen or name in self._tensors:
             raise AddressChanged(
@@ -50,7 +57,7 @@ class SlotTable(Mapping[str, Tensor]):
                 fix="declare the buffer in the runner's weight_specs or scratch_specs",
             )
         with torch.inference_mode(mode=False):  # inference tensors reject in-place writes later
-            tensor = spec.empty()
+            tensor = spec.empty() if self._arena is None else self._arena.empty(spec)
         # "cuda" becomes "cuda:0" once there is a tensor; later writes are compared with that.
         self._tensors[name], self._specs[name] = tensor, replace(spec, device=tensor.device)
         return tensor

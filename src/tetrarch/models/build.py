@@ -20,6 +20,7 @@ from tetrarch.config.patterns import matches
 from tetrarch.config.plan import Plan, QuantPlan
 from tetrarch.core.errors import CheckpointError
 from tetrarch.core.specs import TensorSpec
+from tetrarch.memory.arena import Arena
 from tetrarch.memory.slots import SlotTable
 from tetrarch.models.names import NamePlan
 from tetrarch.models.onednn import is_small, without_onednn
@@ -112,12 +113,16 @@ class Model:
         return output.logits[0]
 
 
-def build_model(plan: Plan, *, device: torch.device | None = None) -> Model:
+def build_model(
+    plan: Plan, *, device: torch.device | None = None, arena: Arena | None = None
+) -> Model:
     """Build the model of a plan, with memory for its weights but nothing in it.
 
     Args:
         plan: Model, contract and expert plan are read.
         device: Where to build it; the plan's own device by default.
+        arena: Where all weights live, if they are to be released and resumed. Scratch, and what
+            is computed from the configuration alone, live elsewhere.
 
     Raises:
         CheckpointError: The model is not one we can serve.
@@ -134,7 +139,12 @@ def build_model(plan: Plan, *, device: torch.device | None = None) -> Model:
     for site in skeleton.experts:
         spec = _expert_spec(site, dtype=dtype, device=device)
         layers[site.path] = build_layer(
-            spec, plan.experts, plan.quant, scratch=scratch, ignored=site.path in ignored
+            spec,
+            plan.experts,
+            plan.quant,
+            scratch=scratch,
+            ignored=site.path in ignored,
+            arena=arena,
         )
         swap_module(skeleton.model, site.path, layers[site.path])
     return Model(
@@ -143,7 +153,7 @@ def build_model(plan: Plan, *, device: torch.device | None = None) -> Model:
         experts=layers,
         ignored=ignored,
         sites=skeleton.attention,
-        weights=_materialise(skeleton.model, dtype=dtype, device=device),
+        weights=_materialise(skeleton.model, SlotTable(arena), dtype=dtype, device=device),
         scratch=scratch,
         dtype=dtype,
         device=device,
@@ -174,9 +184,10 @@ def _is_ignored(path: str, quant: QuantPlan, names: NamePlan) -> bool:
     return any(matches(pattern, path) for pattern in patterns)
 
 
-def _materialise(model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device) -> SlotTable:
+def _materialise(
+    model: PreTrainedModel, weights: SlotTable, *, dtype: torch.dtype, device: torch.device
+) -> SlotTable:
     """Give every dense parameter and buffer its memory; ours already have theirs."""
-    weights = SlotTable()
     islands = _fp32_islands(model, dtype)
     persistent = model.state_dict().keys()
     given: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter is given memory once

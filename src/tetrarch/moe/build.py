@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tetrarch.config.plan import ExpertPlan, QuantPlan
 from tetrarch.core.specs import TensorSpec
+from tetrarch.memory.arena import Arena
 from tetrarch.memory.slots import SlotTable
 from tetrarch.moe.layer import MoELayer
 from tetrarch.moe.registry import DISPATCHERS, RUNNERS
@@ -22,6 +23,7 @@ def build_layer(
     *,
     scratch: SlotTable,
     ignored: bool = False,
+    arena: Arena | None = None,
 ) -> MoELayer:
     """Build an expert layer whose weights are allocated but not yet loaded.
 
@@ -31,13 +33,14 @@ def build_layer(
         quant: The contract.
         scratch: Buffers that all layers share; buffers it lacks are added.
         ignored: The layer is named by `--fp4-ignored-layers` and runs unquantized.
+        arena: Where its weights live, if they are to be released and resumed.
 
     Raises:
         Unsupported: The geometry or the group does not fit the runner or the dispatcher.
     """
     runner: Runner = RUNNERS[experts.route.runner](spec, experts, quant, ignored=ignored)
     dispatcher: Dispatcher = DISPATCHERS[experts.route.dispatch](spec)
-    weights = SlotTable()
+    weights = SlotTable(arena)
     for name, need in runner.weight_specs().items():
         weights.allocate(name, need)
     buffers = {name: _shared(scratch, name, need) for name, need in runner.scratch_specs().items()}
