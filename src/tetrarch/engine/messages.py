@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What crosses the border between a door and the engine process, as msgpack.
 
-Inward: `Inbound`, in order. Outward: `Outbound`. Every control message carries a `ticket` that
-its `ControlReply` repeats.
+Inward: `Inbound`, in order; what trainers send is in `engine/actions.py`. Outward: `Outbound`.
+Every control message carries a `ticket` that its `ControlReply` repeats.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import msgspec
 
 from tetrarch.core import errors
 from tetrarch.core.errors import LaunchErrors, TetrarchError
+from tetrarch.engine.actions import Action
 from tetrarch.engine.request import Delta, GenerateRequest
 
 __all__ = [
@@ -70,12 +71,19 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ControlReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to a control message."""
+    """The answer to a control message.
+
+    Attributes:
+        status: As HTTP has it: 200 if `ok`; 400 refused, 500 a defect, 503 not now.
+        code: Name of what is wrong, such as `weights_inconsistent`; empty if `ok`.
+    """
 
     ticket: int
     ok: bool
     message: str = ""
     payload: dict[str, Any] = {}
+    status: int = 200
+    code: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -114,7 +122,13 @@ class LoadProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Sent every second and after every step that changed a count."""
+    """Sent every second, and when a step or a control message has changed what it says.
+
+    Attributes:
+        state: `ready`, or why generation gets a 503: `weights_inconsistent`, `weights_released`,
+            `weights_not_loaded` or `kv_released`.
+        num_paused: Requests that a pause keeps from running.
+    """
 
     num_running: int
     num_waiting: int
@@ -122,9 +136,14 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_cached_tokens: int  # evictable, held by the prefix cache
     max_total_tokens: int
     counters: dict[str, float]  # monotonic totals, by metric name
+    weight_version: str = "default"
+    model_path: str = ""
+    state: str = "ready"
+    is_paused: bool = False
+    num_paused: int = 0
 
 
-Inbound = GenerateRequest | Abort | Flush | Snapshot | Shutdown
+Inbound = GenerateRequest | Abort | Flush | Snapshot | Shutdown | Action
 Outbound = Delta | ControlReply | Ready | StartFailed | LoadProgress | Heartbeat
 
 _ERRORS: dict[str, type[TetrarchError]] = {
