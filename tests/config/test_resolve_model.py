@@ -107,3 +107,31 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     (error,) = refusals(**setting)
     assert words in error.what
+
+
+def test_an_update_may_read_any_folder_while_only_this_machine_can_ask(
+    settle: Callable[..., Plan], refusals: Callable[..., list[TetrarchError]], tmp_path: Path
+) -> None:
+    assert settle().serve.weights_root == "/"
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    asked = settle(weights_root=str(link))
+    assert asked.serve.weights_root == str(tmp_path.resolve())
+    assert why(asked, "weights_root") == "asked for"
+    assert settle(host="0.0.0.0", weights_root="/").serve.weights_root == "/"
+    (error,) = refusals(weights_root="/no/such/folder")
+    assert "--weights-root" in error.what
+
+
+def test_behind_an_open_door_an_update_reads_what_lies_beside_the_model(
+    settle: Callable[..., Plan], checkpoint: Callable[..., Checkpoint], tmp_path: Path
+) -> None:
+    assert settle(host="0.0.0.0", api_key="k").serve.weights_root == "/models"
+    real, link = tmp_path / "real" / "model", tmp_path / "link"
+    real.mkdir(parents=True)
+    link.symlink_to(real)
+    linked = settle(host="0.0.0.0", source=checkpoint(path=str(link)))
+    assert linked.serve.weights_root == str(real.parent.resolve())
+    hub = "/hub/models--some--model"
+    cached = settle(host="0.0.0.0", source=checkpoint(path=f"{hub}/snapshots/abc"))
+    assert cached.serve.weights_root == hub

@@ -45,7 +45,7 @@ class LaunchArgs(EngineArgs, ModelArgs):
         str | None,
         Knob(
             "Folder that /update_weights_from_disk may read; not set: any while --host is this "
-            "machine only, else the folder that holds the model's"
+            "machine only, else the one that holds the model"
         ),
     ] = None
     log_level: Annotated[

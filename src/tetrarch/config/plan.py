@@ -200,7 +200,7 @@ class ServePlan:
     incremental_streaming: bool
     allow_auto_truncate: bool
     stream_interval: int
-    weights_root: str | None = None  # resolved folder that an update may read; None: any
+    weights_root: str = "/"  # what an update of the weights may read, symlinks resolved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,7 @@ def _decide(
     args: LaunchArgs, checkpoint: Checkpoint, facts: ModelFacts, device: Device, ledger: Ledger
 ) -> Plan:
     model = resolve_model(args, checkpoint, facts, ledger)
-    serve = resolve_serve(args, ledger)
+    serve = resolve_serve(args, model, ledger)
     parallel = resolve_parallel(args, ledger)
     spec = resolve_speculation(args, ledger)
     graphs = resolve_graphs(args, spec, ledger)

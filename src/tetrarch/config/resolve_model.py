@@ -15,6 +15,7 @@ from tetrarch.core.units import format_bytes
 __all__ = ["resolve_model", "resolve_serve"]
 
 _DEMO_NAME = "tetrarch-demo"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def resolve_model(
@@ -81,7 +82,7 @@ def _report_dense(checkpoint: Checkpoint, dtype: str, ledger: Ledger) -> None:
     )
 
 
-def resolve_serve(args: LaunchArgs, ledger: Ledger) -> ServePlan:
+def resolve_serve(args: LaunchArgs, model: ModelPlan, ledger: Ledger) -> ServePlan:
     """Settle the HTTP door."""
     if not args.enable_metrics:
         ledger.refuse(
@@ -99,7 +100,7 @@ def resolve_serve(args: LaunchArgs, ledger: Ledger) -> ServePlan:
                 fix="check the path, or leave it out for the tokenizer's own template",
             )
         )
-    if args.host not in ("127.0.0.1", "localhost", "::1") and args.api_key is None:
+    if args.host not in _LOOPBACK and args.api_key is None:
         ledger.decide("host", args.host, "reachable from other machines, and no --api-key is set")
     return ServePlan(
         host=args.host,
@@ -111,4 +112,27 @@ def resolve_serve(args: LaunchArgs, ledger: Ledger) -> ServePlan:
         incremental_streaming=args.incremental_streaming_output,
         allow_auto_truncate=args.allow_auto_truncate,
         stream_interval=args.stream_interval,
+        weights_root=_weights_root(args, model, ledger),
     )
+
+
+def _weights_root(args: LaunchArgs, model: ModelPlan, ledger: Ledger) -> str:
+    """Settle what an update of the weights may read, symlinks resolved."""
+    if args.weights_root is not None:
+        root, why = Path(args.weights_root).expanduser().resolve(), ASKED
+        if not root.is_dir():
+            ledger.refuse(
+                ConfigError(
+                    f"--weights-root: there is no folder {args.weights_root!r}",
+                    why="it bounds which checkpoints an update of the weights may read",
+                    fix="check the path; / allows every folder",
+                )
+            )
+    elif args.host in _LOOPBACK:
+        root, why = Path("/"), "any folder: only this machine reaches the server"
+    else:
+        root, why = Path(model.path).resolve().parent, "beside the model: others reach the server"
+        if root.name == "snapshots":  # of the hub's cache, whose files are links to ../blobs
+            root = root.parent
+    ledger.decide("weights_root", root, why)
+    return str(root)
