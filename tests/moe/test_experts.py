@@ -422,3 +422,26 @@ def test_the_memory_counter_sees_a_copy_that_is_held() -> None:
         assert live.now == live.peak == 2 << 20
         del second
         assert (live.now, live.peak) == (1 << 20, 2 << 20)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_layer_is_complete_with_its_last_matrix_and_not_before(
+    make_spec: Any, make_quant: Any, make_matrices: Any, *, has_bias: bool, gated: bool
+) -> None:
+    spec = make_spec(activation=ExpertActivation(gated=gated), has_bias=has_bias)
+    stager = ExpertStager(spec, make_quant(ONLINE))
+    everything: list[Any] = [
+        (stager.put, *key, value) for key, value in make_matrices(spec).items()
+    ]
+    if has_bias:
+        everything += [
+            (stager.put_bias, part, expert, torch.ones(spec.shape_of(part)[0]))
+            for part in spec.parts
+            for expert in range(spec.num_experts)
+        ]
+    for put, part, expert, value in everything:
+        assert not stager.is_complete
+        put(part, expert, value)
+    assert stager.is_complete
+    stager.finish()

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from tetrarch.core.errors import CapacityExceeded, Unsupported
+from tetrarch.memory.checksum import digest
 from tetrarch.memory.journal import Journal
 from tetrarch.memory.slots import SlotTable
 from tetrarch.moe.runners.reference import ReferenceRunner
@@ -605,3 +608,31 @@ def test_every_slot_that_is_declared_is_packed(
         for name, value in packed.items():
             table.write_(name, value)
             assert torch.equal(table[name], value)
+
+
+@contracts
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_unpacking_gives_back_what_was_packed_bit_for_bit(
+    make_spec: Any,
+    make_quant: Any,
+    make_layer: Any,
+    make_matrices: Any,
+    stage: Any,
+    quantization: Quantization,
+    activations: Activations,
+    *,
+    has_bias: bool,
+) -> None:
+    spec, quant = make_spec(has_bias=has_bias), make_quant(quantization, activations)
+    biases = None
+    if has_bias:
+        keys = itertools.product(spec.parts, range(spec.num_experts))
+        biases = {(p, e): torch.full((spec.shape_of(p)[0],), 0.1 * e + 0.01) for p, e in keys}
+    experts = stage(spec, quant, make_matrices(spec, 3), biases=biases)
+    back = make_layer(spec, quant, experts).canonical()
+    assert type(back) is type(experts)
+    for field in dataclasses.fields(experts):
+        ours, theirs = getattr(experts, field.name), getattr(back, field.name)
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert digest(ours) == digest(theirs), field.name

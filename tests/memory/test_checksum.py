@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A digest depends on every byte and on where it is, and on nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+
+from tetrarch.memory import checksum
+from tetrarch.memory.checksum import combine, digest
+
+
+def test_the_digest_equals_its_definition_in_python_integers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """64-bit wraparound arithmetic is the same on every device because this is what it computes."""
+    monkeypatch.setattr(checksum, "_WORDS", 3)  # several pieces
+    values = torch.randint(0, 256, (61,), dtype=torch.uint8, generator=torch.manual_seed(0))
+    octets = bytes(values.tolist()) + bytes(3)
+    mask, total = (1 << 64) - 1, 0
+    for place in range(len(octets) // 8):
+        word = int.from_bytes(octets[8 * place : 8 * place + 8], "little")
+        mixed = (place * 0x9E3779B97F4A7C15 & mask ^ word) * 0xBF58476D1CE4E5B9 & mask
+        total += (mixed ^ mixed >> 32) * 0x94D049BB133111EB & mask
+    seal = f"{total & mask:016x} torch.uint8 (61,)"
+    assert digest(values) == hashlib.blake2b(seal.encode(), digest_size=8).hexdigest()
+
+
+def test_every_single_bit_counts() -> None:
+    values = torch.arange(40, dtype=torch.uint8)
+    seen = {digest(values)}
+    for place in range(40):
+        for bit in range(8):
+            changed = values.clone()
+            changed[place] ^= 1 << bit
+            seen.add(digest(changed))
+    assert len(seen) == 1 + 40 * 8
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bfloat16])
+def test_the_order_counts(dtype: torch.dtype) -> None:
+    values = torch.arange(64).to(dtype)
+    assert digest(values) != digest(values.flip(0))
+    assert digest(values) != digest(values.roll(32))
+
+
+def test_shape_and_type_count_as_well() -> None:
+    zeros = torch.zeros(8, dtype=torch.uint8)
+    others = [zeros.view(2, 4), zeros.view(torch.int64), torch.zeros(16, dtype=torch.uint8)]
+    assert len({digest(t) for t in (zeros, *others)}) == 4
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3.0),
+        torch.empty(0),
+        torch.ones(3, 5).to(torch.float8_e4m3fn),
+        torch.ones(7, dtype=torch.bool),
+        torch.arange(24.0).view(4, 6).T,
+        torch.arange(100, dtype=torch.uint8)[3:90],  # not aligned to a word
+    ],
+)
+def test_layout_and_alignment_do_not_count(tensor: torch.Tensor) -> None:
+    assert digest(tensor) == digest(tensor.contiguous().clone())
+
+
+def test_bits_count_rather_than_values() -> None:
+    assert digest(torch.tensor([0.0])) != digest(torch.tensor([-0.0]))
+    nan = torch.tensor([float("nan")])
+    assert digest(nan) == digest(nan.clone())
+
+
+def test_a_combination_depends_on_names_and_not_on_order() -> None:
+    one, other = {"a": "1", "b": "2"}, {"b": "2", "a": "1"}
+    assert combine(one) == combine(other)
+    assert len({combine(one), combine({"a": "2", "b": "1"}), combine({"a": "1"})}) == 3
