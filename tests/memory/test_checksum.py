@@ -22,8 +22,10 @@ def test_the_digest_equals_its_definition_in_python_integers(
     mask, total = (1 << 64) - 1, 0
     for place in range(len(octets) // 8):
         word = int.from_bytes(octets[8 * place : 8 * place + 8], "little")
-        mixed = (place * 0x9E3779B97F4A7C15 & mask ^ word) * 0xBF58476D1CE4E5B9 & mask
-        total += (mixed ^ mixed >> 32) * 0x94D049BB133111EB & mask
+        mixed = word + place * 0x9E3779B97F4A7C15 & mask
+        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & mask
+        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & mask
+        total += mixed ^ mixed >> 31
     seal = f"{total & mask:016x} torch.uint8 (61,)"
     assert digest(values) == hashlib.blake2b(seal.encode(), digest_size=8).hexdigest()
 
@@ -37,6 +39,18 @@ def test_every_single_bit_counts() -> None:
             changed[place] ^= 1 << bit
             seen.add(digest(changed))
     assert len(seen) == 1 + 40 * 8
+
+
+def test_two_changes_do_not_cancel_out() -> None:
+    """Pairs of signs, the likeliest pair of changes: top bits of two 64-bit words."""
+    values = torch.randn(64, dtype=torch.float64, generator=torch.manual_seed(0))
+    seen = {digest(values)}
+    for one in range(64):
+        for other in range(one):
+            changed = values.clone()
+            changed[[one, other]] *= -1
+            seen.add(digest(changed))
+    assert len(seen) == 1 + 64 * 63 // 2
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bfloat16])

@@ -18,7 +18,7 @@ __all__ = ["combine", "digest"]
 
 _WORDS = 1 << 18  # 2 MiB a piece: the temporaries stay in a core's cache
 _MASK = (1 << 64) - 1
-# Odd, with bits everywhere: the golden ratio's and the two multipliers of splitmix64, as int64.
+# splitmix64's constants: the golden ratio and two multipliers, as int64.
 _STRIDE, _FIRST, _SECOND = (
     0x9E3779B97F4A7C15 - (1 << 64),
     0xBF58476D1CE4E5B9 - (1 << 64),
@@ -54,8 +54,18 @@ def combine(digests: Mapping[str, str]) -> str:
 
 
 def _sum(words: Tensor, start: int) -> int:
-    """Add up mixed words: each depends on its value and on its place."""
-    places = torch.arange(start, start + len(words), device=words.device)
-    mixed = places.mul_(_STRIDE).bitwise_xor_(words).mul_(_FIRST)
-    high = mixed.bitwise_right_shift(32).bitwise_and_(0xFFFFFFFF)  # the shift keeps the sign
-    return int(mixed.bitwise_xor_(high).mul_(_SECOND).sum())
+    """Add up the words, each mixed with its place as splitmix64 does.
+
+    The last step matters: without it, two words whose top bits both change may cancel out.
+    """
+    mixed = torch.arange(start, start + len(words), device=words.device)
+    mixed.mul_(_STRIDE).add_(words)
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        _fold(mixed, shift).mul_(factor)
+    return int(_fold(mixed, 31).sum())
+
+
+def _fold(words: Tensor, shift: int) -> Tensor:
+    """`words ^= words >> shift` in place, as if they were unsigned."""
+    high = words.bitwise_right_shift(shift).bitwise_and_((1 << (64 - shift)) - 1)
+    return words.bitwise_xor_(high)
