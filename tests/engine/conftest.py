@@ -25,6 +25,7 @@ from tetrarch.engine.engine import Engine
 from tetrarch.engine.request import Delta, GenerateRequest, SamplingParams
 from tetrarch.engine.text import Tokenizer, load_tokenizer
 from tetrarch.executor.capacity import Capacity
+from tetrarch.executor.regions import RegionChange, RegionState
 from tetrarch.executor.step import (
     PromptScoring,
     SampleSpec,
@@ -34,6 +35,8 @@ from tetrarch.executor.step import (
     StepResult,
     TokenLogprob,
 )
+from tetrarch.executor.updates import WeightsState
+from tetrarch.memory.slots import Region
 
 VOCAB = 512
 EOS = 2
@@ -64,16 +67,60 @@ def score(values: Sequence[int], target: int) -> TokenLogprob:
     return TokenLogprob(target, -(digest(list(values), target) % 1000) / 100)
 
 
+class FakeWeights:
+    """Counts what is asked of it. An update is a list of what it still lacks."""
+
+    def __init__(self) -> None:
+        self.state, self.path = WeightsState.READY, "nowhere"
+        self.lacking: list[str] | None = None  # of the update that is open
+
+    @property
+    def is_open(self) -> bool:
+        return self.lacking is not None
+
+
 class FakeExecutor:
+    """Also stands for the rank's memory: a set of regions."""
+
     def __init__(self, plan: Plan, num_pages: int, page_size: int) -> None:
+        self.weights = FakeWeights()
+        self.released: set[Region] = set()
         self.capacity = Capacity(num_pages, page_size)
         self.moe_tokens_high_water = 0
         self.steps: list[Step] = []
         self._plan = plan
         self._pool = [random.getrandbits(30) for _ in range(num_pages * page_size)]
 
+    @property
+    def region_states(self) -> dict[Region, RegionState]:
+        return {
+            tag: RegionState.RELEASED if tag in self.released else RegionState.RESIDENT
+            for tag in Region
+        }
+
+    @property
+    def state(self) -> str:
+        if self.weights.state is not WeightsState.READY:
+            return self.weights.state.value
+        return "kv_released" if Region.KV_CACHE in self.released else "ready"
+
+    def release(self, tags: Sequence[Region], *, backup: bool | None = None) -> RegionChange:
+        already = tuple(tag for tag in tags if tag in self.released)
+        self.released |= set(tags)
+        if Region.WEIGHTS in tags:
+            self.weights.state = WeightsState.RELEASED
+        return RegionChange({tag: 0 if tag in already else 100 for tag in tags}, already)
+
+    def resume(self, tags: Sequence[Region]) -> RegionChange:
+        already = tuple(tag for tag in tags if tag not in self.released)
+        self.released -= set(tags)
+        if Region.WEIGHTS in tags and Region.WEIGHTS not in already:
+            self.weights.state = WeightsState.NOT_LOADED
+        return RegionChange({tag: 0 if tag in already else 100 for tag in tags}, already)
+
     def step(self, step: Step) -> StepResult:
         assert step.seqs
+        assert self.state == "ready", "a step over memory that is not there"
         assert step.num_tokens == sum(step.rank_tokens)
         assert step.num_tokens <= self._plan.experts.budget.per_rank, "over the budget"
         assert len({seq.row for seq in step.seqs}) == len(step.seqs)

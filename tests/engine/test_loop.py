@@ -115,7 +115,7 @@ def test_a_flush_succeeds_when_idle_and_fails_when_busy(play: Callable[[Script],
 def test_a_flush_waits_until_idle_and_a_second_one_fails(play: Callable[[Script], Post]) -> None:
     post = play([request("a", 6), Flush(ticket=1, timeout=30.0), Flush(ticket=2), *[[]] * 6])
     assert [(reply.ticket, reply.ok) for reply in post.of(ControlReply)] == [(2, False), (1, True)]
-    assert post.of(ControlReply)[0].message == "another flush is waiting"
+    assert post.of(ControlReply)[0].message.startswith("another flush is waiting")
 
 
 def test_a_flush_gives_up_at_its_deadline(play: Callable[[Script], Post]) -> None:

@@ -8,7 +8,7 @@ nothing of devices (the executor does).
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -17,16 +17,16 @@ from tetrarch.core.errors import RequestError
 from tetrarch.engine.messages import Abort, Heartbeat
 from tetrarch.engine.output import Output
 from tetrarch.engine.pages import PagePool
+from tetrarch.engine.rank import Rank
 from tetrarch.engine.request import Delta, FinishReason, GenerateRequest
 from tetrarch.engine.scheduler import Batch, Scheduler
 from tetrarch.engine.sequence import Sequence
 from tetrarch.engine.stream import OutputText
 from tetrarch.engine.text import Tokenizer
 from tetrarch.engine.validation import Limits, check_request, model_end_ids
-from tetrarch.executor.capacity import Capacity
-from tetrarch.executor.step import SeqResult, Step, StepResult
+from tetrarch.executor.step import SeqResult
 
-__all__ = ["Engine", "StepExecutor"]
+__all__ = ["Engine"]
 
 _COUNTERS = (
     "prompt_tokens_total",
@@ -48,38 +48,21 @@ _NOT_FINITE = FinishReason(
 )
 
 
-class StepExecutor(Protocol):
-    """What an engine needs of `executor.executor.Executor`."""
-
-    @property
-    def capacity(self) -> Capacity:
-        """The KV pool."""
-        ...
-
-    @property
-    def moe_tokens_high_water(self) -> int:
-        """Most rows that one forward brought to the expert layers."""
-        ...
-
-    def step(self, step: Step) -> StepResult:
-        """Run one forward."""
-        ...
-
-
 class Engine:
-    """Many requests over one executor.
+    """Many requests over one rank.
 
     Attributes:
+        rank: Computes the steps.
         limits: What bounds a request.
         weight_version: Reported with every output token.
+        is_paused: Nobody is to call `step`; what waits may do so for long.
         counters: Monotonic totals by metric name; probes are left out.
     """
 
-    def __init__(
-        self, plan: Plan, executor: StepExecutor, tokenizer: Tokenizer | None = None
-    ) -> None:
-        capacity = executor.capacity
-        self._plan, self._executor, self._tokenizer = plan, executor, tokenizer
+    def __init__(self, plan: Plan, rank: Rank, tokenizer: Tokenizer | None = None) -> None:
+        capacity = rank.capacity
+        self.rank = rank
+        self._plan, self._tokenizer = plan, tokenizer
         self._pool = PagePool(capacity.num_pages, capacity.page_size)
         self._scheduler = Scheduler(plan.schedule, self._pool)
         self._live: dict[str, Output] = {}
@@ -94,6 +77,7 @@ class Engine:
             has_text=tokenizer is not None,
         )
         self.weight_version = "default"
+        self.is_paused = False
         self.counters: dict[str, float] = dict.fromkeys(_COUNTERS, 0)
         self.counters["moe_buffer_capacity_tokens"] = plan.experts.budget.rows
 
@@ -146,19 +130,45 @@ class Engine:
         if batch is None:
             return []
         self._note_starts(batch)
-        result = self._executor.step(batch.step)
+        result = self.rank.step(batch.step)
         self._scheduler.commit(batch)
         self.counters["steps"] += 1
-        self.counters["moe_tokens_high_water"] = self._executor.moe_tokens_high_water
+        self.counters["moe_tokens_high_water"] = self.rank.moe_tokens_high_water
         self.counters["num_retracted_reqs"] = self._scheduler.num_retractions
         deltas: list[Delta] = []
         for seq, outcome in zip(batch.seqs, result.seqs, strict=True):
             deltas += self._take(self._live[seq.request.rid], outcome)
         return deltas
 
+    @property
+    def num_running(self) -> int:
+        """Requests that hold keys and values."""
+        return len(self._scheduler.running)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody runs or is about to; a pause keeps waiting requests from that."""
+        return self.num_running == 0 and (self.is_paused or not self.has_work)
+
+    @property
+    def num_paused(self) -> int:
+        """Requests that a pause keeps from running."""
+        return len(self._live) if self.is_paused else 0
+
+    def retract(self) -> None:
+        """Set all running requests back; they keep their tokens, and compute them again."""
+        self._scheduler.retract_all()
+
+    def renew(self) -> None:
+        """Make nothing live on that the weights before these have computed, tokens excepted."""
+        self.retract()
+        for output in self._live.values():
+            output.seq.forget_scores()
+        self._pool.clear()
+
     def flush(self) -> bool:
-        """Empty the prefix cache; refused while requests live."""
-        if self.has_work:
+        """Empty the prefix cache; refused unless idle."""
+        if not self.is_idle:
             return False
         self._pool.clear()
         return True
@@ -173,6 +183,11 @@ class Engine:
             num_cached_tokens=pool.num_cached * pool.page_size,
             max_total_tokens=pool.num_pages * pool.page_size,
             counters=dict(self.counters),
+            weight_version=self.weight_version,
+            model_path=self.rank.weights.path,
+            state=self.rank.state,
+            is_paused=self.is_paused,
+            num_paused=self.num_paused,
         )
 
     def snapshot(self) -> dict[str, Any]:
@@ -183,7 +198,6 @@ class Engine:
             "page_size": self._pool.page_size,
             "num_free_tokens": self._pool.num_free * self._pool.page_size,
             "max_running_requests": self._plan.schedule.max_running_requests,
-            "weight_version": self.weight_version,
         }
 
     def _take(self, output: Output, outcome: SeqResult) -> list[Delta]:

@@ -3,25 +3,26 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
 from tetrarch.core.errors import RequestError
 from tetrarch.core.log import get_logger
+from tetrarch.engine.control import Control
 from tetrarch.engine.engine import Engine
 from tetrarch.engine.messages import (
     Abort,
     ControlReply,
-    Flush,
+    Heartbeat,
     Inbound,
     Outbound,
     Shutdown,
     Snapshot,
     decode_inbound,
 )
+from tetrarch.engine.replies import accepted, sentence
 from tetrarch.engine.request import Delta, FinishReason, GenerateRequest
 
 __all__ = ["EngineLoop", "Inbox"]
@@ -40,17 +41,18 @@ class Inbox(Protocol):
 class EngineLoop:
     """Drives one engine until it is told to shut down.
 
-    An error of a request goes back to its sender. Any other error is a defect, and ends the
-    process: the parent sees that at once, while an engine that limps on would be noticed late.
+    An error of a request goes back to its sender, and so does whatever a control message meets. Any
+    error of a step is a defect, and ends the process: the parent sees that at once, while an engine
+    that limps on would be noticed late.
     """
 
     def __init__(
         self, engine: Engine, inbox: Inbox, tell: Callable[[list[Outbound]], None]
     ) -> None:
         self._engine, self._inbox, self._tell = engine, inbox, tell
+        self._control = Control(engine, self._say)
         self._news: list[Outbound] = []
-        self._flush: tuple[Flush, float] | None = None  # with its deadline
-        self._load = (0, 0)
+        self._told = _gist(engine.heartbeat())
         self._stops = False
 
     def run(self) -> None:
@@ -58,20 +60,19 @@ class EngineLoop:
         while not self._stops:
             for data in self._inbox.take(self._patience()):
                 self._read(data)
-            self._news += self._engine.step()
-            self._settle_flush()
-            self._report_load()
+            if self._control.may_step:
+                self._news += self._engine.step()
+            self._control.settle()
+            self._report()
             if self._news:
                 self._tell(self._news)
                 self._news = []
 
     def _patience(self) -> float | None:
         """How long to wait for a message, if for ever `None`."""
-        if self._engine.has_work:
+        if self._engine.has_work and self._control.may_step:
             return 0.0
-        if self._flush is not None:
-            return max(0.0, self._flush[1] - time.monotonic())
-        return None
+        return self._control.patience
 
     def _read(self, data: bytes) -> None:
         try:
@@ -87,62 +88,52 @@ class EngineLoop:
                 self._add(message)
             case Abort():
                 self._abort(message)
-            case Flush():
-                self._begin_flush(message)
             case Snapshot():
-                payload = self._engine.snapshot()
-                self._reply(message.ticket, ok=True, payload=payload)
+                self._say([accepted(message.ticket, **self._engine.snapshot())])
             case Shutdown():
                 self._abort(Abort(everything=True))
                 self._stops = True
+            case _:
+                self._control.answer(message)
 
     def _add(self, request: GenerateRequest) -> None:
+        finish = self._control.gate()
         try:
-            self._engine.add(request)
+            if finish is None:
+                self._engine.add(request)
+                return
         except RequestError as error:
             finish = FinishReason(
                 kind="abort",
-                message=f"{error.what}: {error.why}; {error.fix}",
+                message=sentence(error),
                 status=400,
                 code="invalid_request",
                 param=error.param,
             )
-            self._news.append(Delta(rid=request.rid, finish=finish))
+        self._news.append(Delta(rid=request.rid, finish=finish))
 
     def _abort(self, abort: Abort) -> None:
         ended = self._engine.abort(abort)
         if not abort.quiet:
             self._news += ended
         if abort.ticket:
-            self._reply(abort.ticket, ok=True, payload={"aborted": len(ended)})
+            self._say([accepted(abort.ticket, aborted=len(ended))])
 
-    def _begin_flush(self, flush: Flush) -> None:
-        if self._flush is not None:
-            self._reply(flush.ticket, ok=False, message="another flush is waiting")
-        else:
-            self._flush = (flush, time.monotonic() + flush.timeout)
+    def _say(self, news: Sequence[Delta | ControlReply]) -> None:
+        """Tell; a client that has its reply finds what the reply says in every door's facts."""
+        if any(isinstance(one, ControlReply) for one in news):
+            self._report()
+        self._news += news
 
-    def _settle_flush(self) -> None:
-        if self._flush is None:
-            return
-        flush, deadline = self._flush
-        if self._engine.flush():
-            self._reply(flush.ticket, ok=True, message="the prefix cache is empty")
-        elif time.monotonic() < deadline:
-            return
-        else:
-            self._reply(flush.ticket, ok=False, message="requests are running or waiting")
-        self._flush = None
-
-    def _reply(
-        self, ticket: int, *, ok: bool, message: str = "", payload: dict[str, object] | None = None
-    ) -> None:
-        reply = ControlReply(ticket=ticket, ok=ok, message=message, payload=payload or {})
-        self._news.append(reply)
-
-    def _report_load(self) -> None:
-        """Say how many run and wait when that has changed; the rest is told every second."""
+    def _report(self) -> None:
+        """Send a heartbeat if it says something new; one without news is sent every second."""
         beat = self._engine.heartbeat()
-        if (load := (beat.num_running, beat.num_waiting)) != self._load:
-            self._load = load
+        if (gist := _gist(beat)) != self._told:
+            self._told = gist
             self._news.append(beat)
+
+
+def _gist(beat: Heartbeat) -> tuple[object, ...]:
+    """Return what a door should know at once."""
+    load = (beat.num_running, beat.num_waiting, beat.is_paused)
+    return (*load, beat.weight_version, beat.model_path, beat.state)

@@ -72,6 +72,11 @@ class Scheduler:
             seq.num_computed = seq.known = 0
         self._stop(seq)
 
+    def retract_all(self) -> None:
+        """Set every running sequence back; they keep their tokens."""
+        while self.running:
+            self._retract(self.running[-1])
+
     def schedule(self) -> Batch | None:
         """Choose the next step, and give its tokens their pages; `None` without work.
 

@@ -78,6 +78,11 @@ class Sequence:
         """Return how many pages are missing to hold the first `num_tokens` tokens."""
         return max(0, ceil_div(num_tokens, page_size) - len(self.pages))
 
+    def forget_scores(self) -> None:
+        """Score a prompt from its beginning again, unless all of it is scored."""
+        if self.num_outputs == 0:
+            self.scored.clear()
+
     def chunk(self, count: int) -> SeqChunk:
         """Return the next `count` tokens as the executor takes them."""
         assert self.row is not None

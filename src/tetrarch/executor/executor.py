@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 
 import torch
@@ -14,17 +14,21 @@ from tetrarch.core.errors import CheckpointError
 from tetrarch.core.progress import NoProgress, Progress
 from tetrarch.executor.batch import build_batch
 from tetrarch.executor.capacity import Capacity, free_bytes, free_host_bytes, kv_capacity
-from tetrarch.executor.regions import Regions
+from tetrarch.executor.regions import RegionChange, Regions, RegionState
 from tetrarch.executor.results import step_result
 from tetrarch.executor.smoke import smoke_steps
 from tetrarch.executor.step import Step, StepResult
+from tetrarch.executor.updates import WeightsState
 from tetrarch.executor.weights import WeightStore
 from tetrarch.memory.slots import Region
 from tetrarch.models.build import Model, build_model
 from tetrarch.models.load import LoadReport, load_weights
 from tetrarch.models.sources import SafetensorsSource
 
-__all__ = ["Executor"]
+__all__ = ["KV_RELEASED", "READY", "Executor"]
+
+READY = WeightsState.READY.value
+KV_RELEASED = "kv_released"
 
 
 class Executor:
@@ -81,6 +85,7 @@ class Executor:
             device=self._device,
             arena=self.regions[Region.KV_CACHE],
         )
+        self._keeps_weights = False  # since the last release
         self.num_steps = self.moe_tokens_high_water = 0
         self._smoke()
         self.num_steps = self.moe_tokens_high_water = 0
@@ -106,6 +111,53 @@ class Executor:
             batch.token_ids, batch.positions, batch.attn, self._pool, batch.logits_at
         )
         return step_result(step, logits)
+
+    @property
+    def state(self) -> str:
+        """`READY`, or the code of the 503 that says why no step may run.
+
+        Graphs are none of the reasons: without them a step runs all the same.
+        """
+        if self.weights.state is not WeightsState.READY:
+            return self.weights.state.value
+        released = self.regions.states[Region.KV_CACHE] is RegionState.RELEASED
+        return KV_RELEASED if released else READY
+
+    @property
+    def region_states(self) -> Mapping[Region, RegionState]:
+        """What memory is there."""
+        return self.regions.states
+
+    def release(self, tags: Collection[Region], *, backup: bool | None = None) -> RegionChange:
+        """Give memory back; keys and values are lost.
+
+        Args:
+            tags: Which regions. Those that are released already stay so.
+            backup: Keep the weights, so that `resume` brings them back; `None`: as the plan says.
+
+        Raises:
+            ConfigError: This memory cannot be released or kept; nothing was released.
+            MemoryRefused: There is no room to keep the weights; nothing was released.
+        """
+        backup = self.plan.memory.weights_backup if backup is None else backup
+        if Region.WEIGHTS in tags:
+            self.weights.abandon()
+        change = self.regions.release(tags, backup=backup)
+        if Region.WEIGHTS in tags and Region.WEIGHTS not in change.already:
+            self._keeps_weights = backup
+            self.weights.note_released()
+        return change
+
+    def resume(self, tags: Collection[Region]) -> RegionChange:
+        """Take memory again, at the same addresses; regions that are there stay as they are.
+
+        Raises:
+            MemoryRefused: The weights that were kept cannot be read; they stay released.
+        """
+        change = self.regions.resume(tags)
+        if Region.WEIGHTS in tags and Region.WEIGHTS not in change.already:
+            self.weights.note_resumed(restored=self._keeps_weights)
+        return change
 
     @property
     def memory(self) -> Mapping[str, int]:

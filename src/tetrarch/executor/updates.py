@@ -33,8 +33,8 @@ class DiskUpdate:
         path: The folder.
         source: Its tensors, unread.
         placements: Where they go.
-        atomic: A failure will restore the old weights: there is room for an undo copy, or there
-            is nothing worth restoring.
+        atomic: A failure will restore the old weights. Not where the host has no room for a
+            copy of them, nor where they are not worth restoring.
         seconds: That planning took.
     """
 
@@ -70,10 +70,15 @@ class Session:
         self.update, self.journal = update, journal
         self._began = time.perf_counter()
 
+    @property
+    def is_atomic(self) -> bool:
+        """Whether a failure will restore the old weights."""
+        return self.journal.keeps
+
     def report(self) -> UpdateReport:
         """Return what has come of it."""
         return UpdateReport(
-            atomic=self.journal.keeps,
+            atomic=self.is_atomic,
             num_tensors=self.update.num_tensors,
             num_bytes=self.update.num_bytes,
             seconds=time.perf_counter() - self._began,

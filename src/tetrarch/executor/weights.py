@@ -116,16 +116,19 @@ class WeightStore:
         """Whether an update by tensors has begun and not ended."""
         return self._session is not None
 
-    def begin(self, *, atomic: bool | None = None) -> None:
+    def begin(self, *, atomic: bool | None = None) -> bool:
         """Begin an update by tensors; one that is open is dropped like a failed one.
+
+        Returns:
+            Whether a failure will restore the old weights.
 
         Raises:
             ConfigError: An undo copy was demanded and does not fit.
         """
         self._require_memory()
         self.abandon()
-        journal = Journal(keeps=self._can_undo(wanted=atomic))
-        self._session = Session(LiveUpdate(self._model, self._plan.quant, journal), journal)
+        self._session = self._open(atomic=atomic)
+        return self._session.is_atomic
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Take tensors, and write what is whole; opens an update where none is open.
@@ -135,20 +138,21 @@ class WeightStore:
                 nothing of this call was taken and the update goes on; if values are, the update
                 is over, and the old weights are restored or the state says that they are not.
         """
-        if self._session is None:
-            self.begin()
-        assert self._session is not None
-        update, journal = self._session.update, self._session.journal
-        pieces = update.check(tensors)
+        self._require_memory()
+        session = self._session or self._open(atomic=None)
+        pieces = session.update.check(tensors)
+        self._session = session
         try:
-            update.take(pieces)
+            session.update.take(pieces)
         except Exception as error:
             self._session = None
-            raise self._failed(journal, error) from error
+            raise self._failed(session.journal, error) from error
 
     def unfinished(self) -> list[str]:
         """Return in words what the open update still lacks; empty without one."""
-        return [] if self._session is None else self._session.update.unfinished()
+        if (session := self._session) is None:
+            return []
+        return [*session.update.unfinished(), *session.update.missing(full=self._needs_all)]
 
     def finish(self) -> UpdateReport | None:
         """End the update by tensors; `None` where none was open.
@@ -161,8 +165,8 @@ class WeightStore:
             return None
         self._session = None
         try:
-            session.update.check_finished(full=self.state is not WeightsState.READY)
-        except CheckpointError as error:
+            session.update.check_finished(full=self._needs_all)
+        except Exception as error:
             raise self._failed(session.journal, error) from error
         self.state = WeightsState.READY
         return session.report()
@@ -205,6 +209,15 @@ class WeightStore:
     def note_resumed(self, *, restored: bool) -> None:
         """Their memory is back; `restored` with its contents."""
         self.state = self._before if restored else WeightsState.NOT_LOADED
+
+    @property
+    def _needs_all(self) -> bool:
+        """Whether an update must bring every weight: what is resident is good for nothing."""
+        return self.state is not WeightsState.READY
+
+    def _open(self, *, atomic: bool | None) -> Session:
+        journal = Journal(keeps=self._can_undo(wanted=atomic))
+        return Session(LiveUpdate(self._model, self._plan.quant, journal), journal)
 
     def _can_undo(self, *, wanted: bool | None) -> bool:
         if self.state is not WeightsState.READY or wanted is False:

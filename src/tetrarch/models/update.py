@@ -126,6 +126,10 @@ class LiveUpdate:
         """Return in words what half-paired weights and half-complete layers still lack."""
         return [*self._lacking.values(), *self._writer.unfinished()]
 
+    def missing(self, *, full: bool) -> list[str]:
+        """Return what has not come at all of a `full` update, which must bring every weight."""
+        return self._writer.unwritten() if full else []
+
     def check_finished(self, *, full: bool) -> None:
         """Raise if the update may not end here.
 
@@ -139,7 +143,7 @@ class LiveUpdate:
         faults = Faults()
         for words in self.unfinished():
             faults.add(Fault.HALF_PAIRED, words)
-        for name in self._writer.unwritten() if full else ():
+        for name in self.missing(full=full):
             faults.add(Fault.MISSING, name)
         faults.raise_any(_SENDER)
         verify(self._model, self._writer.digests)

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every control message, answered between two steps.
+
+The loop is one thread, so a message that it reads finds the scheduler at rest: reading it is the
+barrier. What must wait, for requests to end or for a job beside the steps, is settled later, again
+between two steps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from tetrarch.core.errors import RequestError
+from tetrarch.engine.actions import (
+    Action,
+    BeginUpdate,
+    CheckWeights,
+    Continue,
+    DestroyGroup,
+    EndUpdate,
+    GetWeights,
+    InitGroup,
+    Pause,
+    PostProcess,
+    Release,
+    Resume,
+    SetVersion,
+    UpdateFromDisk,
+    UpdateFromDistributed,
+    UpdateFromTensors,
+)
+from tetrarch.engine.engine import Engine
+from tetrarch.engine.inspection import Inspection
+from tetrarch.engine.messages import Abort, ControlReply, Flush
+from tetrarch.engine.occupation import Occupation
+from tetrarch.engine.replies import Act, accepted, answered
+from tetrarch.engine.request import Delta, FinishReason
+from tetrarch.engine.updates import Updates
+from tetrarch.executor.executor import READY
+from tetrarch.executor.updates import WeightsState
+from tetrarch.models.payload import decode_payload
+
+__all__ = ["Control"]
+
+_POLL_S = 0.005  # how often an engine without work looks whether a job beside the steps is done
+
+Say = Callable[[Sequence[Delta | ControlReply]], None]
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A message whose turn comes when requests have ended, or when its time is up."""
+
+    message: Flush | Release
+    deadline: float
+
+
+class Control:
+    """What clients do to all: pauses, updates, memory, versions, checks."""
+
+    def __init__(self, engine: Engine, say: Say) -> None:
+        """Begin.
+
+        Args:
+            engine: Nobody else changes whether it may step.
+            say: Takes replies, and the last deltas of requests that end here.
+        """
+        self._engine, self._say = engine, say
+        self._updates = Updates(engine, self._abort_all)
+        self._occupation = Occupation(engine)
+        self._inspection = Inspection(engine.rank.weights)
+        self._waiting: list[_Waiting] = []
+
+    @property
+    def may_step(self) -> bool:
+        """Whether the weights are whole, all memory is there, and nobody has paused."""
+        engine = self._engine
+        return not (engine.is_paused or self._updates.is_open) and engine.rank.state == READY
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds until `settle` may have something to do; `None`: not before a message."""
+        if self._updates.job is not None:
+            return _POLL_S
+        if not self._waiting:
+            return None
+        return max(0.0, min(one.deadline for one in self._waiting) - time.monotonic())
+
+    def gate(self) -> FinishReason | None:
+        """Return why a request that arrives now must go; `None`: the engine may have it."""
+        lacking = "" if self._engine.is_paused else self._updates.end_for_request()
+        code = self._engine.rank.state
+        if lacking and code == READY:
+            return _unavailable(WeightsState.INCONSISTENT.value, lacking)
+        return None if code == READY else _unavailable(code, _REASONS[code])
+
+    def answer(self, message: Action | Flush) -> None:
+        """Do what a message asks for; it is answered now or by a later `settle`."""
+        self._try(message.ticket, partial(self._act, message))
+
+    def settle(self) -> None:
+        """Answer what has waited, as far as that is possible now."""
+        if (job := self._updates.take_job()) is not None:
+            self._try(job.ticket, job.finish)
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            self._try(one.message.ticket, partial(self._retry, one))
+
+    def _try(self, ticket: int, act: Act) -> None:
+        if (reply := answered(ticket, act, code=self._code)) is not None:
+            self._say([reply])
+
+    def _code(self) -> str:
+        """A refusal's own code, unless the weights are spoilt: then that is what matters."""
+        state = self._engine.rank.weights.state
+        return state.value if state is WeightsState.INCONSISTENT else ""
+
+    def _act(self, message: Action | Flush) -> ControlReply | None:
+        match message:
+            case Flush() | Release():
+                return self._begin_waiting(message)
+            case Pause() | Continue() | SetVersion():
+                return self._steer(message)
+            case BeginUpdate() | EndUpdate() | PostProcess():
+                return self._bracket(message)
+            case UpdateFromDisk() | UpdateFromTensors() | UpdateFromDistributed():
+                return self._update(message)
+            case InitGroup() | DestroyGroup():
+                raise NotImplementedError  # wired below
+            case Resume() | GetWeights() | CheckWeights():
+                return self._look(message)
+
+    def _update(
+        self, message: UpdateFromDisk | UpdateFromTensors | UpdateFromDistributed
+    ) -> ControlReply | None:
+        if isinstance(message, UpdateFromDisk):
+            return self._updates.from_disk(message)
+        self._updates.check_call()
+        if isinstance(message, UpdateFromDistributed):
+            raise NotImplementedError  # wired below
+        tensors = decode_payload(message.data, message.load_format)
+        return self._updates.take(message, tensors)
+
+    def _look(self, message: Resume | GetWeights | CheckWeights) -> ControlReply:
+        match message:
+            case Resume():
+                return self._occupation.resume(message)
+            case GetWeights():
+                return self._inspection.read(message)
+            case CheckWeights():
+                if message.action == "reset_tensors":
+                    self._require_no_update()
+                return self._inspection.check(message)
+
+    def _steer(self, message: Pause | Continue | SetVersion) -> ControlReply:
+        engine = self._engine
+        match message:
+            case Pause():
+                if message.mode == "abort":
+                    self._abort_all()
+                elif message.mode == "retract":
+                    engine.retract()
+                engine.is_paused = True
+                count = engine.num_paused
+                return accepted(message.ticket, "paused", num_paused_requests=count)
+            case Continue():
+                self._updates.end_if_implicit()
+                engine.is_paused = False
+                return accepted(message.ticket, "continued")
+            case SetVersion():
+                if message.abort_all_requests:
+                    self._abort_all()
+                engine.weight_version = message.version
+                text = f"the weights are version {message.version}"
+                return accepted(message.ticket, text, new_version=message.version)
+
+    def _bracket(self, message: BeginUpdate | EndUpdate | PostProcess) -> ControlReply:
+        """Begin or end an update by tensors."""
+        ticket, updates = message.ticket, self._updates
+        match message:
+            case BeginUpdate():
+                is_atomic = updates.begin(atomic=message.atomic)
+                return accepted(ticket, "the update has begun", atomic=is_atomic)
+            case EndUpdate():
+                return updates.end(ticket)
+            case PostProcess():
+                if message.begins and not updates.is_open:
+                    updates.begin(atomic=None)
+                if message.ends and updates.is_open:
+                    return updates.end(ticket)
+                text = "the update is open" if updates.is_open else "no update is open"
+                return accepted(ticket, text)
+
+    def _begin_waiting(self, message: Flush | Release) -> ControlReply | None:
+        if isinstance(message, Release):
+            self._require_no_update()
+            wait = message.wait_s
+        else:
+            if any(isinstance(one.message, Flush) for one in self._waiting):
+                raise RequestError(
+                    "another flush is waiting",
+                    why="the first one empties the cache for both",
+                    fix="wait for it",
+                )
+            self._updates.end_if_implicit()
+            wait = message.timeout
+        deadline = time.monotonic() + (wait if math.isfinite(wait) else 0.0)
+        return self._retry(_Waiting(message, deadline))
+
+    def _retry(self, waiting: _Waiting) -> ControlReply | None:
+        """Try again what requests are in the way of; refuse it when its time is up."""
+        message = waiting.message
+        if isinstance(message, Release):
+            self._require_no_update()
+            reply = self._occupation.release(message)
+        else:
+            text = "the prefix cache is empty"
+            reply = accepted(message.ticket, text) if self._engine.flush() else None
+        if reply is not None:
+            return reply
+        if time.monotonic() < waiting.deadline:
+            self._waiting.append(waiting)
+            return None
+        return ControlReply(
+            ticket=message.ticket,
+            ok=False,
+            message="requests are running or waiting",
+            status=400,
+            code="busy",
+        )
+
+    def _require_no_update(self) -> None:
+        self._updates.require_no_job()
+        if self._updates.is_open:
+            raise RequestError(
+                "an update by tensors is open",
+                why="its layers are half written, and would be lost",
+                fix="POST /end_weight_update first",
+            )
+
+    def _abort_all(self) -> None:
+        self._say(self._engine.abort(Abort(everything=True)))
+
+
+_REASONS = {
+    "weights_inconsistent": "an update of the weights failed half-way; a full update must follow",
+    "weights_released": "the weights are released; POST /resume_memory_occupation",
+    "weights_not_loaded": "the weights were released and not kept; a full update must follow",
+    "kv_released": "the KV cache is released; POST /resume_memory_occupation",
+}
+
+
+def _unavailable(code: str, reason: str) -> FinishReason:
+    return FinishReason(kind="abort", message=reason, status=503, code=code)

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Updates of the weights, as the engine lives through them: one at a time, between two steps.
+
+The weights' own room (`executor/weights.py`) plans, writes and takes back. Here is decided when,
+what becomes of the requests that live meanwhile, and what the weights are called afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from tetrarch.core.errors import RequestError, TetrarchError
+from tetrarch.core.log import get_logger
+from tetrarch.core.units import format_bytes
+from tetrarch.engine.actions import UpdateFromDisk, UpdateFromDistributed, UpdateFromTensors
+from tetrarch.engine.engine import Engine
+from tetrarch.engine.jobs import Job, Then
+from tetrarch.engine.messages import ControlReply
+from tetrarch.engine.replies import accepted, sentence
+from tetrarch.executor.updates import DiskUpdate, UpdateReport
+
+__all__ = ["Updates"]
+
+_log = get_logger(__name__)
+_SHOWN = 10  # names in a payload
+
+
+@dataclass
+class _Calls:
+    """What the calls of one update by tensors have asked for.
+
+    Attributes:
+        is_explicit: Somebody began it, and only its end ends it.
+        version: The last one named.
+        flush: Whether one of them did not want old keys and values to live on.
+    """
+
+    is_explicit: bool
+    version: str | None = None
+    flush: bool = False
+
+
+class Updates:
+    """Takes weights from a folder or from tensors.
+
+    An update by tensors is implicit where nobody began it; then the first message that relies on
+    it ends it. No step runs while one is open: some layers are new already.
+    """
+
+    def __init__(self, engine: Engine, abort_all: Callable[[], None]) -> None:
+        self._engine, self._abort_all = engine, abort_all
+        self._store = engine.rank.weights
+        self._job: Job | None = None
+        self._calls: _Calls | None = None
+        self._num_done = 0
+
+    @property
+    def job(self) -> Job | None:
+        """What goes on beside the steps."""
+        return self._job
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an update by tensors has begun and not ended."""
+        return self._store.is_open
+
+    def start(self, ticket: int, what: str, work: Callable[[], Then]) -> None:
+        """Begin a job, the only one.
+
+        Raises:
+            RequestError: There is one.
+        """
+        self.require_no_job()
+        self._job = Job(ticket, what, work)
+
+    def take_job(self) -> Job | None:
+        """Return the job if it is done, and forget it."""
+        if self._job is None or not self._job.is_done:
+            return None
+        job, self._job = self._job, None
+        return job
+
+    def from_disk(self, message: UpdateFromDisk) -> None:
+        """Plan beside the steps; then commit between two of them.
+
+        Raises:
+            RequestError: Another update is under way.
+        """
+        if self._is_explicit and self.is_open:
+            raise _other("an update by tensors is open")
+        work = partial(self._plan, message)
+        self.start(message.ticket, f"another update, from {message.path}, is under way", work)
+
+    def begin(self, *, atomic: bool | None) -> bool:
+        """Begin an update by tensors; return whether a failure will restore the old weights.
+
+        Raises:
+            ConfigError: An undo copy was demanded and does not fit, or the weights are released.
+            RequestError: Another update is under way.
+        """
+        self.require_no_job()
+        if self.is_open:
+            raise _other("an update by tensors is open")
+        is_atomic = self._store.begin(atomic=atomic)
+        self._calls = _Calls(is_explicit=True)
+        return is_atomic
+
+    def check_call(self) -> None:
+        """Check that a call with tensors is in its place.
+
+        Raises:
+            RequestError: Another update is under way, or the one it belongs to has failed.
+        """
+        self.require_no_job()
+        if not self.is_open and self._is_explicit:
+            raise _failed()
+        if not self.is_open:
+            self._calls = None
+
+    def take(
+        self, message: UpdateFromTensors | UpdateFromDistributed, tensors: Mapping[str, Tensor]
+    ) -> ControlReply:
+        """Take the tensors of one call, and end an implicit update if it says `flush_cache`.
+
+        Raises:
+            CheckpointError: They do not fit, or what would end is not complete.
+        """
+        if message.abort_all_requests:
+            self._abort_all()
+        if tensors:
+            self._store.add(tensors)
+        calls = self._calls = self._calls or _Calls(is_explicit=False)
+        calls.version = message.weight_version or calls.version
+        calls.flush |= message.flush_cache
+        if message.flush_cache and not calls.is_explicit:
+            return self._finish(message.ticket)
+        return accepted(
+            message.ticket,
+            f"took {len(tensors)} tensors; the update goes on",
+            is_open=self.is_open,
+            unfinished=self._store.unfinished()[:_SHOWN],
+            num_paused_requests=self._num_held,
+            weight_version=self._engine.weight_version,
+        )
+
+    def end(self, ticket: int) -> ControlReply:
+        """End the update by tensors.
+
+        Raises:
+            CheckpointError: It is not complete, or the model does not hold what was written.
+            RequestError: None is open, it has failed before, or another update is under way.
+        """
+        self.require_no_job()
+        if not self.is_open:
+            is_explicit, self._calls = self._is_explicit, None
+            raise (
+                _failed()
+                if is_explicit
+                else RequestError(
+                    "no update by tensors is open",
+                    why="none has begun, or it has ended already",
+                    fix="POST /begin_weight_update before the first tensors",
+                )
+            )
+        return self._finish(ticket)
+
+    def end_if_implicit(self) -> None:
+        """End an update that nobody began, for what comes next relies on it.
+
+        Raises:
+            CheckpointError: It is not complete. It is over, and taken back where that was possible.
+        """
+        if self.is_open and not self._is_explicit:
+            self._finish(0)
+
+    def end_for_request(self) -> str:
+        """End an implicit update before a request that arrives.
+
+        Returns:
+            In words what is missing, if the request cannot be served for that; the update then
+            goes on, for its trainer is not to be disturbed.
+        """
+        if not self.is_open or self._is_explicit or self._job is not None:
+            return ""
+        if lacking := self._store.unfinished():
+            return f"an update lacks {'; '.join(lacking[:_SHOWN])}"
+        try:
+            self._finish(0)
+        except TetrarchError as error:  # the state of the weights says what to do with the request
+            _log.error("an update could not be ended: %s", sentence(error))
+        return ""
+
+    def require_no_job(self) -> None:
+        """Raise `RequestError` while something goes on beside the steps."""
+        if self._job is not None:
+            raise _other(self._job.what)
+
+    @property
+    def _is_explicit(self) -> bool:
+        return self._calls is not None and self._calls.is_explicit
+
+    @property
+    def _num_held(self) -> int:
+        """Requests that cannot go on while weights are written."""
+        return max(self._engine.num_paused, self._engine.num_running)
+
+    def _finish(self, ticket: int) -> ControlReply:
+        calls, self._calls = self._calls or _Calls(is_explicit=False), None
+        report = self._store.finish()
+        facts = self._adopt(report, version=calls.version, flush=calls.flush)
+        return accepted(ticket, _summary(report), is_open=False, unfinished=[], **facts)
+
+    def _plan(self, message: UpdateFromDisk) -> Then:
+        return partial(self._commit, message, self._store.plan(message.path, atomic=message.atomic))
+
+    def _commit(self, message: UpdateFromDisk, update: DiskUpdate) -> ControlReply:
+        if message.dry_run:
+            text = f"{message.path} can be loaded; nothing was written"
+            return accepted(message.ticket, text, atomic=update.atomic, **self._names)
+        if message.abort_all_requests:
+            self._abort_all()
+        self._calls = None
+        report = self._store.commit(update)
+        facts = self._adopt(report, version=message.weight_version, flush=message.flush_cache)
+        self._engine.is_paused |= message.keep_pause
+        return accepted(message.ticket, _summary(report), **facts)
+
+    def _adopt(
+        self, report: UpdateReport | None, *, version: str | None, flush: bool
+    ) -> dict[str, Any]:
+        """Let the engine know its new weights; return what a reply tells of them."""
+        num_held = self._num_held
+        if report is not None and report.num_tensors > 0:
+            self._num_done += 1
+            self._engine.weight_version = version or str(self._num_done)
+            _log.info("%s; version %s", _summary(report), self._engine.weight_version)
+        if flush:
+            self._engine.renew()
+        return {"num_paused_requests": num_held, **_facts(report), **self._names}
+
+    @property
+    def _names(self) -> dict[str, Any]:
+        return {
+            "weight_version": self._engine.weight_version,
+            "model_path": self._store.path,
+        }
+
+
+def _failed() -> RequestError:
+    return RequestError(
+        "this update has failed",
+        why="one of its calls was refused, and it was taken back",
+        fix="POST /end_weight_update, and begin again",
+    )
+
+
+def _other(what: str) -> RequestError:
+    return RequestError(
+        what,
+        why="weights are updated by one update at a time",
+        fix="wait for its reply, or end it: POST /end_weight_update",
+    )
+
+
+def _summary(report: UpdateReport | None) -> str:
+    if report is None:
+        return "no update was open"
+    size = format_bytes(report.num_bytes)
+    return f"updated {report.num_tensors} tensors, {size}, in {report.seconds:.2f} s"
+
+
+def _facts(report: UpdateReport | None) -> dict[str, Any]:
+    if report is None:
+        return {}
+    unused = {} if report.load is None else report.load.unused
+    return {
+        "atomic": report.atomic,
+        "seconds": report.seconds,
+        "num_tensors": report.num_tensors,
+        "num_bytes": report.num_bytes,
+        "warnings": [
+            f"{len(names)} tensors were left out ({kind}), such as {names[0]}"
+            for kind, names in unused.items()
+            if names
+        ],
+    }
