@@ -16,17 +16,20 @@ def test_the_digest_equals_its_definition_in_python_integers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """64-bit wraparound arithmetic is the same on every device because this is what it computes."""
-    monkeypatch.setattr(checksum, "_WORDS", 3)  # several pieces
+    monkeypatch.setattr(checksum, "_WORDS", 3)
     values = torch.randint(0, 256, (61,), dtype=torch.uint8, generator=torch.manual_seed(0))
-    octets = bytes(values.tolist()) + bytes(3)
-    mask, total = (1 << 64) - 1, 0
-    for place in range(len(octets) // 8):
-        word = int.from_bytes(octets[8 * place : 8 * place + 8], "little")
-        mixed = word + place * 0x9E3779B97F4A7C15 & mask
-        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & mask
-        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & mask
-        total += mixed ^ mixed >> 31
-    seal = f"{total & mask:016x} torch.uint8 (61,)"
+    octets, mask = bytes(values.tolist()) + bytes(3), (1 << 64) - 1
+    sums: list[int] = []
+    for start in range(0, 64, 12):  # three words of four bytes
+        total = 0
+        for place in range(start, min(start + 12, 64), 4):
+            key = ((place - start) // 4 + 1) * 0x9E3779B97F4A7C15 & mask
+            key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 & mask
+            key = (key ^ key >> 27) * 0x94D049BB133111EB & mask
+            word = int.from_bytes(octets[place : place + 4], "little", signed=True)
+            total += word * (key ^ key >> 31)
+        sums.append((total + (1 << 63)) % (1 << 64) - (1 << 63))
+    seal = f"{sums} torch.uint8 (61,)"
     assert digest(values) == hashlib.blake2b(seal.encode(), digest_size=8).hexdigest()
 
 
