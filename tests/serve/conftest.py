@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +54,8 @@ def logprob_of(token_id: int) -> float:
 class ScriptedEngine:
     """Speaks the engine's messages. Every prompt is answered with `answer`, a token a tick.
 
-    Runs in the server's event loop. `pause` holds all output back.
+    Runs in the server's event loop. `pause` holds all output back. What trainers ask is recorded
+    in `actions`, and answered with `reply`; `beat` is what every heartbeat says besides counts.
     """
 
     def __init__(self, tokenizer: Tokenizer, context_len: int) -> None:
@@ -64,6 +66,10 @@ class ScriptedEngine:
         self.refuse_with: FinishReason | None = None
         self.requests: list[GenerateRequest] = []
         self.aborts: list[Abort] = []
+        self.actions: list[Any] = []
+        self.reply: dict[str, Any] = {"ok": True}
+        self.beat: dict[str, Any] = {"weight_version": "v7"}
+        self._is_new = True
         self._inbox: list[Inbound] = []
         self._running: dict[str, _Sequence] = {}
         self._dead = False
@@ -80,7 +86,6 @@ class ScriptedEngine:
         return {
             "limits": msgspec.to_builtins(limits),
             "memory": {"weights": 10**9, "kv_cache": 2 * 10**9},
-            "weight_version": "v7",
         }
 
     def send(self, message: Inbound) -> None:
@@ -90,6 +95,11 @@ class ScriptedEngine:
 
     def die(self) -> None:
         self._dead = True
+
+    def say(self, **beat: Any) -> None:
+        """Change what heartbeats say, and send one."""
+        self.beat = {"weight_version": "v7", **beat}
+        self._is_new = True
 
     async def receive(self) -> list[Outbound]:
         while True:
@@ -102,8 +112,9 @@ class ScriptedEngine:
             self._inbox.clear()
             if not self.pause:
                 batch += self._tick()
-            if batch and not self.silent:
-                return [*batch, self._heartbeat()]
+            if (batch or self._is_new) and not self.silent:
+                self._is_new = False
+                return [self._heartbeat(), *batch, self._heartbeat()]
 
     def _take(self, message: Inbound) -> list[Outbound]:
         if isinstance(message, GenerateRequest):
@@ -116,7 +127,8 @@ class ScriptedEngine:
             busy = bool(self._running)
             text = "requests are running" if busy else "flushed"
             return [ControlReply(ticket=message.ticket, ok=not busy, message=text)]
-        return []
+        self.actions.append(message)
+        return [ControlReply(ticket=message.ticket, **self.reply)]
 
     def _add(self, request: GenerateRequest) -> list[Outbound]:
         if self.refuse_with is not None:
@@ -155,6 +167,7 @@ class ScriptedEngine:
             num_cached_tokens=0,
             max_total_tokens=4096,
             counters={"prompt_tokens_total": 7.0, "cached_tokens_total": 3.0, "steps": 9.0},
+            **self.beat,
         )
 
 
@@ -248,10 +261,21 @@ class ScriptedServer:
     def make_ready(self) -> None:
         ready = Ready(payload=self.engine.facts)
         self.call(lambda: self._start(ready))
-        self.call(lambda: None)  # the client's task has begun
+        deadline = time.monotonic() + 5
+        while not self.client.load.max_total_tokens:  # a heartbeat has come
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
     def _start(self, ready: Ready) -> None:
         self._task = self._loop.create_task(self.client.run(self.engine, ready))
+
+    def told(self, **beat: Any) -> None:
+        """Let the engine say something about itself, and wait until the server knows."""
+        self.engine.say(**beat)
+        deadline = time.monotonic() + 5
+        while any(getattr(self.client.load, name) != value for name, value in beat.items()):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
     def call(self, function: Callable[[], Any]) -> None:
         """Run something in the server's thread, and wait for it."""
@@ -292,6 +316,20 @@ def plan() -> Plan:
     )
     reading = read_keywords({"context_length": 256}, environ={})
     return plan_launch(reading, describe=lambda _: facts)
+
+
+@pytest.fixture
+def asked(server: ScriptedServer) -> Iterator[Callable[..., tuple[Any, list[Any]]]]:
+    """Return a caller of control endpoints: path and body → response, and what the engine got."""
+    engine = server.engine
+
+    def ask(path: str, body: Any = None, *, method: str = "POST", **reply: Any) -> Any:
+        engine.reply = {"ok": True, **reply}
+        engine.actions.clear()
+        return server.http.request(method, path, json=body), engine.actions
+
+    yield ask
+    engine.reply = {"ok": True}
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from starlette.requests import Request
 
 from tetrarch.core.errors import RequestError
-from tetrarch.serve.body import json_response, read_body
+from tetrarch.serve.body import json_response, read_body, read_control
 
 
 class Thing(msgspec.Struct, kw_only=True):
@@ -23,14 +23,19 @@ class Needy(msgspec.Struct):
     prompt: str
 
 
-def read(body: bytes, kind: type = Thing, *, path: str = "/generate", type_: str = "") -> Any:
+def post(body: bytes, *, path: str = "/generate", type_: str = "", query: bytes = b"") -> Request:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": body, "more_body": False}
 
     headers = [(b"content-type", type_.encode())] if type_ else []
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
-    scope |= {"query_string": b"", "server": ("x", 80), "scheme": "http"}
-    return asyncio.run(read_body(Request(scope, receive), kind, later=frozenset({"tools"})))
+    scope |= {"query_string": query, "server": ("x", 80), "scheme": "http"}
+    return Request(scope, receive)
+
+
+def read(body: bytes, kind: type = Thing, *, path: str = "/generate", type_: str = "") -> Any:
+    request = post(body, path=path, type_=type_)
+    return asyncio.run(read_body(request, kind, later=frozenset({"tools"})))
 
 
 def test_a_missing_body_is_an_empty_object() -> None:
@@ -103,3 +108,19 @@ def test_content_type_parameters_are_tolerated(type_: str) -> None:
 def test_answers_are_json() -> None:
     response = json_response(Thing(size=3), status=400)
     assert (response.status_code, bytes(response.body)) == (400, b'{"size":3,"names":[]}')
+
+
+def control(body: bytes, query: bytes = b"") -> Thing:
+    return asyncio.run(read_control(post(body, query=query), Thing))
+
+
+def test_a_query_adds_to_the_body_of_a_control_endpoint() -> None:
+    assert control(b"") == Thing()
+    assert control(b"", b"size=5&more=1") == Thing(size=5)
+    assert control(b'{"names": ["a"]}', b"size=5") == Thing(size=5, names=["a"])
+    assert control(b'{"size": 7}', b"size=5") == Thing(size=7)
+    for body, query in ((b"", b"size=many"), (b"[]", b"size=5"), (b"{", b"size=5")):
+        with pytest.raises(RequestError):
+            control(body, query)
+    with pytest.raises(RequestError):  # text is a number only where there is a query
+        control(b'{"size": "5"}')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control endpoints: abort and flush."""
+"""Control endpoints: abort, flush, pause and continue."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tetrarch.engine.actions import Continue, Pause
 
 if TYPE_CHECKING:
     from conftest import ScriptedServer
@@ -88,3 +90,27 @@ def test_a_senseless_timeout_is_refused(server: ScriptedServer, timeout: str) ->
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "timeout"
     assert "3600" in reply.json()["error"]["message"]
+
+
+def test_pausing_has_three_modes_and_abort_is_the_default(asked: Any) -> None:
+    for body, mode in ((None, "abort"), ({}, "abort"), ({"mode": None}, "abort")):
+        reply, [action] = asked("/pause_generation", body, message="paused")
+        assert reply.json() == {"success": True, "message": "paused", "status": "ok"}
+        assert isinstance(action, Pause)
+        assert action.mode == mode
+    for mode in ("abort", "retract", "in_place"):
+        _, [action] = asked("/pause_generation", {"mode": mode})
+        assert action.mode == mode
+    reply, actions = asked("/pause_generation", {"mode": "stop"})
+    assert (reply.status_code, actions) == (400, [])
+    assert reply.json()["error"]["param"] == "mode"
+
+
+def test_continuing_takes_what_clients_send(asked: Any) -> None:
+    for body in (None, {}, {"torch_empty_cache": True}):
+        reply, [action] = asked("/continue_generation", body)
+        assert reply.json() == {"success": True, "message": "", "status": "ok"}
+        assert isinstance(action, Continue)
+    reply, _ = asked("/continue_generation", ok=False, status=400, message="half a layer")
+    assert reply.status_code == 400
+    assert (reply.json()["success"], reply.json()["status"]) == (False, "error")

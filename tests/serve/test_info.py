@@ -71,3 +71,23 @@ def test_the_command_line_is_shown_without_its_keys(
     assert shown == "tetrarch serve --api-key *** --admin-api-key=*** --port 1"
     assert reply.json()["plan"]["serve"]["admin_api_key"] == "***"
     assert "sesame" not in reply.text
+
+
+def test_a_new_checkpoint_changes_path_and_version_but_not_the_name(
+    fresh_server: ScriptedServer,
+) -> None:
+    server = fresh_server
+    before = server.http.get("/model_info").json()
+    assert before["model_path"] == server.door.plan.model.path  # before the engine is ready
+    server.make_ready()
+    [card] = server.http.get("/v1/models").json()["data"]
+    server.told(weight_version="12", model_path="/models/next", state="ready", is_paused=True)
+    info = server.http.get("/model_info").json()
+    assert (info["model_path"], info["weight_version"]) == ("/models/next", "12")
+    assert info["served_model_name"] == before["served_model_name"] == card["id"]
+    assert info["tokenizer_path"] == before["tokenizer_path"]
+    assert server.http.get("/get_weight_version").json() == {"weight_version": "12"}
+    assert server.http.get("/v1/models").json()["data"] == [{**card, "root": "/models/next"}]
+    told = server.http.get("/server_info").json()
+    assert (told["model_path"], told["weight_version"]) == ("/models/next", "12")
+    assert (told["weights"], told["is_paused"]) == ("ready", True)

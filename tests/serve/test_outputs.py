@@ -107,6 +107,24 @@ def test_a_failure_of_one_output_fails_and_frees_the_request(server: ScriptedSer
     assert server.client.num_pending == 0
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+def test_what_cannot_run_now_is_told_to_come_again(
+    server: ScriptedServer, path: str, is_stream: bool
+) -> None:
+    server.engine.refuse_with = FinishReason(
+        kind="abort", message="weights are lent", status=503, code="weights_released"
+    )
+    prompts = {"text": "a", "prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+    reply = server.http.post(path, json={**prompts, "stream": is_stream})
+    server.engine.refuse_with = None
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "5")
+    error = reply.json() if path.startswith("/v1/") else reply.json()["error"]
+    assert error["type"] == "weights_released"
+    assert error["code"] == 503
+    assert error["message"] == "weights are lent"
+
+
 def test_death_ends_a_stream_with_an_error_event(fresh_server: ScriptedServer) -> None:
     fresh_server.make_ready()
     body = {"text": "a", "stream": True, "sampling_params": ENDLESS}

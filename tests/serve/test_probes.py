@@ -7,12 +7,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tetrarch.engine.request import FinishReason
 from tetrarch.serve import probes
 
 if TYPE_CHECKING:
-    import pytest
-
     from conftest import ScriptedServer
 
 PATHS = ("/health", "/ready", "/ping", "/health_generate")
@@ -69,6 +69,28 @@ def test_a_failing_forward_fails_the_probe_at_once(server: ScriptedServer) -> No
     assert server.http.get("/health_generate").status_code == 503
     assert time.monotonic() - began < 2
     server.engine.refuse_with = None
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["weights_inconsistent", "weights_released", "weights_not_loaded", "kv_released", "paused"],
+)
+def test_an_engine_that_runs_nothing_lives_and_says_why(server: ScriptedServer, code: str) -> None:
+    is_paused = code == "paused"
+    server.told(state="ready" if is_paused else code, is_paused=is_paused, num_paused=2)
+    count = len(server.engine.requests)
+    assert {server.http.get(path).status_code for path in ("/health", "/ping")} == {200}
+    for path in ("/health_generate", "/ready"):
+        reply = server.http.get(path)
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "5")
+        assert reply.json()["error"]["type"] == code
+    assert len(server.engine.requests) == count  # no probe waits in its queue
+    assert server.http.get("/v1/loads").json()["loads"][0]["num_paused_reqs"] == 2
+    assert (
+        'sglang:num_paused_reqs{model_name="tetrarch-demo"} 2.0' in server.http.get("/metrics").text
+    )
+    server.told(state="ready", is_paused=False, num_paused=0)
+    assert statuses(server) == {200}
 
 
 def test_load_counts_what_was_sent_a_moment_ago(server: ScriptedServer) -> None:

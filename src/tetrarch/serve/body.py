@@ -13,7 +13,7 @@ from starlette.responses import Response
 from tetrarch.core.errors import RequestError
 from tetrarch.serve.fields import refuse_later
 
-__all__ = ["json_response", "read_body"]
+__all__ = ["json_response", "read_body", "read_control"]
 
 _SMALLEST, _LARGEST = -(1 << 63), (1 << 64) - 1
 _LONG_DIGITS = re.compile(rb"[0-9]{19}")
@@ -43,6 +43,28 @@ async def read_body(request: Request, kind: type[T], *, later: frozenset[str] = 
     if isinstance(value, dict):
         refuse_later(cast("dict[str, Any]", value), later)
     return _convert(value, kind)
+
+
+async def read_control(request: Request, kind: type[T]) -> T:
+    """Read the body of a control endpoint, and what its query string adds to it.
+
+    With a query, numbers and booleans may be text: `?tags=weights&wait_s=5`.
+
+    Args:
+        request: GET or POST.
+        kind: A msgspec struct.
+
+    Raises:
+        RequestError: Not JSON, an integer beyond 64 bits, a wrong type.
+    """
+    query = request.query_params
+    if not query:
+        return await read_body(request, kind)
+    content = await request.body()
+    value = _decode(content) if content.strip() else {}
+    if isinstance(value, dict):
+        value = {**query, **cast("dict[str, Any]", value)}
+    return _convert(value, kind, strict=False)
 
 
 def _check_content_type(value: str) -> None:
@@ -86,9 +108,9 @@ def _has_long_integer(value: Any) -> bool:
     return False
 
 
-def _convert(value: Any, kind: type[T]) -> T:
+def _convert(value: Any, kind: type[T], *, strict: bool = True) -> T:
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError as error:
         key = _KEY.search(str(error))
         name = None if key is None else key[1] or key[2]

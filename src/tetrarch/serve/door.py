@@ -42,7 +42,12 @@ class Door:
     @property
     def weight_version(self) -> str:
         """Version of the weights that a request sent now would see."""
-        return str(self.client.facts().get("weight_version", "default"))
+        return self.client.load.weight_version
+
+    @property
+    def model_path(self) -> str:
+        """Folder of the checkpoint that the weights came from last."""
+        return self.client.load.model_path or self.plan.model.path
 
     def admit(self, request: GenerateRequest, names: Mapping[str, str]) -> GenerateRequest:
         """Return a request that the engine can serve, cut to fit if the operator allows that.

@@ -15,10 +15,17 @@ from starlette.responses import Response
 
 from tetrarch.core.errors import EngineDead, RequestError, TetrarchError
 
-__all__ = ["Failure", "HttpError", "error_object", "failure_of", "failure_response"]
+__all__ = [
+    "Failure",
+    "HttpError",
+    "busy_headers",
+    "error_object",
+    "failure_of",
+    "failure_response",
+]
 
 RETRY_AFTER_S = 5
-"""What a client is told to wait when the engine is loading or gone."""
+"""What a client is told to wait while the engine cannot generate: loading, lent out or gone."""
 
 _KINDS = {
     400: "BadRequestError",
@@ -67,8 +74,13 @@ def failure_of(error: TetrarchError) -> Failure:
     if isinstance(error, RequestError):
         return Failure(status=400, message=message, kind="Bad Request", param=error.param)
     if isinstance(error, EngineDead):
-        return Failure(status=503, message=message, headers={"Retry-After": str(RETRY_AFTER_S)})
+        return Failure(status=503, message=message, headers=busy_headers(503))
     return Failure(status=500, message=message)
+
+
+def busy_headers(status: int) -> dict[str, str]:
+    """Return the headers of a failure: a 503 says when to come again."""
+    return {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else {}
 
 
 def error_object(failure: Failure, *, flat: bool) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from tetrarch.engine.sampling import parse_sampling
 __all__ = [
     "NATIVE_LATER",
     "OPENAI_LATER",
+    "Ignored",
     "Meta",
     "SamplingFields",
     "StreamOptions",
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 Meta = msgspec.Meta
-
+Ignored = Annotated[Any, Meta(description="Accepted and ignored: it has nothing to do here.")]
 
 MAX_OUTPUTS = 1 << 14
 """Of one HTTP request; more would keep the server from answering others for seconds."""

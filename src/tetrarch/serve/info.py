@@ -48,7 +48,7 @@ def _card(door: Door) -> dict[str, Any]:
         "object": "model",
         "created": door.created,
         "owned_by": "tetrarch",
-        "root": model.path,
+        "root": door.model_path,
         "parent": None,
         "max_model_len": model.context_len,
     }
@@ -59,7 +59,7 @@ async def model_info(door: Door, _: Request) -> Response:
     model = door.plan.model
     return json_response(
         {
-            "model_path": model.path,
+            "model_path": door.model_path,
             "served_model_name": model.served_name,
             "tokenizer_path": model.tokenizer_path,
             "is_generation": True,
@@ -85,7 +85,8 @@ async def get_weight_version(door: Door, _: Request) -> Response:
 async def server_info(door: Door, _: Request) -> Response:
     """Report everything that was decided, why, and how large it came out. Secrets are masked."""
     plan = door.plan
-    facts, capacity = door.client.facts(), door.client.load.max_total_tokens
+    facts, load = door.client.facts(), door.client.load
+    capacity = load.max_total_tokens
     limits = cast("dict[str, int]", facts.get("limits", {}))
     state = {
         **_flags(door),
@@ -94,8 +95,8 @@ async def server_info(door: Door, _: Request) -> Response:
         "last_gen_throughput": door.metrics.throughput.rate,
         "memory_usage": _memory_gb(facts, capacity),
         "decode_cuda_graph_bs": [],
-        "num_used_tokens": door.client.load.num_used_tokens,
-        "counters": door.client.load.counters,
+        "num_used_tokens": load.num_used_tokens,
+        "counters": load.counters,
     }
     return json_response(
         {
@@ -107,6 +108,8 @@ async def server_info(door: Door, _: Request) -> Response:
             "max_total_num_tokens": capacity,
             "max_req_input_len": limits.get("max_tokens", plan.model.context_len) - 1,
             "weight_version": door.weight_version,
+            "weights": load.state,
+            "is_paused": load.is_paused,
             "kv_events": None,
             "engine": facts,
             "plan": _masked(msgspec.to_builtins(plan)),
@@ -121,7 +124,7 @@ def _flags(door: Door) -> dict[str, Any]:
     plan = door.plan
     contract = plan.quant.contract
     return {
-        "model_path": plan.model.path,
+        "model_path": door.model_path,
         "tokenizer_path": plan.model.tokenizer_path,
         "served_model_name": plan.model.served_name,
         "dtype": plan.model.dtype,

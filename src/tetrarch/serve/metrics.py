@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -24,6 +24,7 @@ _LABELS = ("model_name",)
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _ITL_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
 _E2E_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+_UPDATE_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _WINDOW_S = 1.0
 _OURS = frozenset({"steps", "moe_tokens_high_water", "moe_buffer_capacity_tokens"})
 
@@ -73,6 +74,19 @@ class Metrics:
         self._first_token = self._histogram("time_to_first_token_seconds", _TTFT_S)
         self._inter_token = self._histogram("inter_token_latency_seconds", _ITL_S)
         self._end_to_end = self._histogram("e2e_request_latency_seconds", _E2E_S)
+        self._updates = Counter(
+            "tetrarch:weight_update",
+            "Calls that update the weights.",
+            (*_LABELS, "source", "result"),
+            registry=self._registry,
+        )
+        self._update_time = Histogram(
+            "sglang:weight_load_duration_seconds",
+            "From an update's first write to its last.",
+            (*_LABELS, "source"),
+            buckets=_UPDATE_S,
+            registry=self._registry,
+        )
 
     def _histogram(self, name: str, buckets: Sequence[float]) -> Histogram:
         text = name.replace("_", " ").capitalize() + "."
@@ -98,6 +112,13 @@ class Metrics:
         if delta.finish is not None:
             self._end_to_end.observe(now - timeline.started)
 
+    def observe_update(self, source: str, *, ok: bool, seconds: float | None) -> None:
+        """Count a call that updates weights; time it where it has ended the update."""
+        result = "success" if ok else "failure"
+        self._updates.labels(self._model_name, source, result).inc()
+        if ok and seconds is not None:
+            self._update_time.labels(self._model_name, source).observe(seconds)
+
     def render(self, load: Heartbeat) -> bytes:
         """Return the text exposition: our timings, and the engine's numbers as of `load`."""
         engine = CollectorRegistry()
@@ -116,6 +137,7 @@ class _EngineNumbers(Collector):
         gauges = {
             "num_running_reqs": load.num_running,
             "num_queue_reqs": load.num_waiting,
+            "num_paused_reqs": load.num_paused,
             "num_used_tokens": load.num_used_tokens,
             "kv_used_tokens": load.num_used_tokens,
             "kv_evictable_tokens": load.num_cached_tokens,

@@ -16,7 +16,7 @@ from tetrarch.engine.stream import OutputText
 from tetrarch.engine.text import Tokenizer
 from tetrarch.executor.step import TokenLogprob
 from tetrarch.serve.door import Door
-from tetrarch.serve.errors import Failure, HttpError
+from tetrarch.serve.errors import Failure, HttpError, busy_headers
 from tetrarch.serve.mailbox import Mailbox
 from tetrarch.serve.metrics import Metrics, Timeline
 
@@ -163,7 +163,15 @@ def _check(finish: FinishReason | None) -> None:
         return
     message = finish.message or "the request was aborted"
     kind = "Bad Request" if finish.status == 400 else finish.code or ""
-    raise HttpError(Failure(status=finish.status, message=message, kind=kind, param=finish.param))
+    raise HttpError(
+        Failure(
+            status=finish.status,
+            message=message,
+            kind=kind,
+            param=finish.param,
+            headers=busy_headers(finish.status),
+        )
+    )
 
 
 async def _end_with_connection(receive: Receive, mailbox: Mailbox) -> None:

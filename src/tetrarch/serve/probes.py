@@ -15,10 +15,10 @@ from tetrarch.core.errors import TetrarchError
 from tetrarch.engine.request import GenerateRequest, SamplingParams
 from tetrarch.serve.body import json_response
 from tetrarch.serve.door import Door, new_rid
-from tetrarch.serve.errors import RETRY_AFTER_S
+from tetrarch.serve.errors import Failure, busy_headers, failure_response
 from tetrarch.serve.outputs import generate
 
-__all__ = ["health", "health_generate", "loads", "metrics"]
+__all__ = ["health", "health_generate", "loads", "metrics", "ready"]
 
 PROBE_TIMEOUT_S = 20.0
 """A probe that sees no token for so long answers 503."""
@@ -29,8 +29,19 @@ async def health(door: Door, _: Request) -> Response:
     return _status(is_healthy=door.client.is_alive)
 
 
+async def ready(door: Door, http: Request) -> Response:
+    """Say whether a request would run now: 503 also while paused or without usable weights."""
+    return _idle(door, http) or _status(is_healthy=door.client.is_alive)
+
+
 async def health_generate(door: Door, http: Request) -> Response:
-    """Run one token through the engine: 200 when any output has been seen since, else 503."""
+    """Run one token through the engine: 200 when any output has been seen since, else 503.
+
+    Where none could run, because the engine is paused or lacks weights or memory for keys and
+    values, the answer is 503 at once, with the reason as the error's `type`.
+    """
+    if (refusal := _idle(door, http)) is not None:
+        return refusal
     # A busy server need not reach our token: any other shows the same, and watchdogs wait 5 s.
     output = door.client.next_output()
     probe = asyncio.create_task(_probe(door, http))
@@ -56,10 +67,22 @@ async def _probe(door: Door, http: Request) -> None:
             await generation.complete()
 
 
+def _idle(door: Door, http: Request) -> Response | None:
+    """Return why an engine that lives runs nothing, if so."""
+    load = door.client.load
+    if not door.client.is_alive or (load.state == "ready" and not load.is_paused):
+        return None
+    code = "paused" if load.state == "ready" else load.state
+    failure = Failure(
+        status=503, message=f"nothing runs: {code}", kind=code, headers=busy_headers(503)
+    )
+    return failure_response(failure, path=http.url.path)
+
+
 def _status(*, is_healthy: bool) -> Response:
     if is_healthy:
         return Response(status_code=200)
-    return Response(status_code=503, headers={"Retry-After": str(RETRY_AFTER_S)})
+    return Response(status_code=503, headers=busy_headers(503))
 
 
 async def loads(door: Door, _: Request) -> Response:
@@ -72,6 +95,7 @@ async def loads(door: Door, _: Request) -> Response:
         "num_running_reqs": load.num_running,
         "num_waiting_reqs": num_waiting,
         "num_total_reqs": load.num_running + num_waiting,
+        "num_paused_reqs": load.num_paused,
         "num_used_tokens": load.num_used_tokens,
         "num_cached_tokens": load.num_cached_tokens,
         "max_total_num_tokens": load.max_total_tokens,
