@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -68,11 +69,33 @@ def test_one_file_needs_no_index(tmp_path: Path) -> None:
     assert dict(source.read(["b"]))["b"] == 2
 
 
-def test_reading_maps_and_does_not_copy(tmp_path: Path) -> None:
-    save_file({"a": torch.arange(4)}, tmp_path / "model.safetensors")
+def test_a_file_that_shrinks_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
+    """Mapped, it would end the process: SIGBUS."""
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(1 << 18), "b": torch.ones(1 << 18)}, path)
     source = SafetensorsSource(tmp_path)
-    (_, first), (_, second) = source.read(["a", "a"])
-    assert first.data_ptr() == second.data_ptr()
+    os.truncate(path, 4096)
+    for name in ("a", "b"):
+        with pytest.raises(CheckpointError, match=f"{name} in .* cannot be read"):
+            list(source.read([name]))
+
+
+def test_a_file_that_is_written_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(4)}, path)
+    source = SafetensorsSource(tmp_path)
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(CheckpointError, match="changed while it was being read"):
+        list(source.read(["a"]))
+
+
+def test_a_file_replaced_under_its_name_is_read_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(4)}, path)
+    source = SafetensorsSource(tmp_path)
+    path.unlink()
+    save_file({"a": torch.ones(4)}, path)
+    assert dict(source.read(["a"]))["a"].sum() == 0
 
 
 def test_a_layers_experts_and_a_weights_parts_are_neighbours() -> None:

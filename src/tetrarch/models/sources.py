@@ -11,33 +11,17 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tetrarch.core.errors import CheckpointError
+from tetrarch.models.shard import Shard
 
 __all__ = ["SafetensorsSource", "Source", "TensorHeader", "TensorSource", "reading_order"]
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +73,7 @@ def _natural_key(name: str) -> list[tuple[int, str]]:
 class SafetensorsSource:
     """The weights of a checkpoint folder: one file, or shards under an index.
 
-    Tensors are views of the mapped files: nothing is copied until somebody computes with them,
-    and the pages belong to the file cache, not to this process.
+    Its files stay open as long as it lives, and a tensor lives as long as somebody holds it.
 
     Raises:
         CheckpointError: No weights, a missing or damaged shard, or an index that does not
@@ -99,7 +82,7 @@ class SafetensorsSource:
 
     def __init__(self, folder: Path | str) -> None:
         self._folder = Path(folder)
-        self._files: dict[str, Any] = {}
+        self._shards: dict[str, Shard] = {}
         self._headers: dict[str, TensorHeader] = {}
         index = _read_index(self._folder)
         shards = [_SINGLE] if index is None else sorted(set(index.values()))
@@ -118,9 +101,13 @@ class SafetensorsSource:
         return self._headers
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield these tensors, in this order, as views of the mapped files."""
+        """Yield these tensors, in this order, each read when its turn has come.
+
+        Raises:
+            CheckpointError: A file has changed since its header was read, or cannot be read.
+        """
         for name in names:
-            yield name, self._files[self._headers[name].file].get_tensor(name)
+            yield name, self._shards[self._headers[name].file].read(name)
 
     def _open(self, shard: str) -> None:
         path = self._folder / shard
@@ -130,36 +117,15 @@ class SafetensorsSource:
                 why=f"{_INDEX} names it",
                 fix="download the checkpoint again, or copy the shard into the folder",
             )
-        try:
-            # Any: the binding has no type stubs.
-            file = cast(Any, safe_open)(str(path), framework="pt")
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{path} is damaged",
-                why=str(error),
-                fix="download the file again; it is truncated or not a safetensors file",
-            ) from error
-        self._files[shard] = file
-        for name in file.keys():  # noqa: SIM118 -- not a mapping
+        self._shards[shard] = opened = Shard(path)
+        for name, (shape, dtype) in opened.entries.items():
             if name in self._headers:
                 raise CheckpointError(
                     f"{self._folder} holds {name} twice",
                     why=f"it is in {self._headers[name].file} and in {shard}",
                     fix="remove the shard that the index does not name for it",
                 )
-            stored = file.get_slice(name)
-            dtype = _dtype(path, name, stored.get_dtype())
-            self._headers[name] = TensorHeader(tuple(stored.get_shape()), dtype, shard)
-
-
-def _dtype(path: Path, name: str, word: str) -> torch.dtype:
-    if word not in _DTYPES:
-        raise CheckpointError(
-            f"{name} in {path} is of type {word}",
-            why="torch has no such element type",
-            fix="convert the checkpoint to BF16, FP8 (E4M3) or NVFP4",
-        )
-    return _DTYPES[word]
+            self._headers[name] = TensorHeader(shape, dtype, shard)
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
