@@ -20,6 +20,7 @@ COMMANDS = Registry(
         "generate": "tetrarch.commands.generate:main",
         "explain": "tetrarch.commands.explain:main",
         "eval": "tetrarch.commands.eval:main",
+        "checksum": "tetrarch.commands.checksum:main",
     }
 )
 _USAGE = """usage: tetrarch COMMAND ...
@@ -30,6 +31,7 @@ commands:
   serve [MODEL]             answer over HTTP; without MODEL the demo model that ships with tetrarch
   generate --prompt TEXT    print what a model says
   explain [MODEL]           print what would be served and why, without loading weights
+  checksum [MODEL]          print a checkpoint's digests, to compare with a running server's
   eval arithmetic           measure accuracy and answer NLL on generated word problems
 
 `tetrarch COMMAND --help` lists a command's settings. `tetrarch --version` prints the version."""
