@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from inspect import getdoc
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -23,7 +23,10 @@ _RULES = """\
 - A request is refused with 400, and the message names the key and its bound. Under `/v1/` the
   body is `{"object": "error", "message", "type", "param", "code"}`, elsewhere
   `{"error": {"message", "type", "param", "code"}}`.
-- 503 with `Retry-After` means that the engine is loading, stopping or gone.
+- 503 with `Retry-After` means that the engine is loading, stopping or gone; or, as the error's
+  `type` says, `weights_inconsistent`, `weights_released`, `weights_not_loaded` or `kv_released`.
+- Control endpoints of trainers answer `{"success", "message", ...}`, and with `error` besides when
+  they refuse. What their body may say, their query string may say, too.
 - A stream is `data: <one line of JSON>` and an empty line, event by event, and `data: [DONE]` at
   the end. There are no comments and no pings. A failure after the start is an event with a
   top-level `error`. The first event is awaited before the status line.
@@ -90,10 +93,13 @@ def _type(hint: Any) -> str:
     """Return a type as text, without null, which every optional field takes."""
     is_union = get_origin(hint) in (Union, UnionType)
     members = [each for each in get_args(hint) if each is not NoneType] if is_union else [hint]
-    words = [
-        each.__name__ if isinstance(each, type) and not get_args(each) else str(each)
-        for each in members
-    ]
+    words: list[str] = []
+    for each in members:
+        if get_origin(each) is Literal:
+            words += [f'"{value}"' for value in get_args(each)]
+        else:
+            is_plain = isinstance(each, type) and not get_args(each)
+            words.append(each.__name__ if is_plain else str(each))
     text = " or ".join(words).replace("typing.", "").replace("None", "null")
     text = text.replace("|", "\\|")
     return f"`{text.replace(StreamOptions.__name__, 'object').replace('Any', 'any')}`"

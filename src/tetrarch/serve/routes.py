@@ -53,7 +53,6 @@ from tetrarch.serve.tokenize import DetokenizeBody, TokenizeBody, detokenize, to
 from tetrarch.serve.weights import (
     BeginBody,
     DiskBody,
-    EmptyBody,
     PostProcessBody,
     TensorBody,
     begin_weight_update,
@@ -144,7 +143,7 @@ ROUTES: tuple[Route, ...] = (
     _control(init_weights_update_group, "/init_weights_update_group", InitGroupBody),
     _control(destroy_weights_update_group, "/destroy_weights_update_group", DestroyGroupBody),
     _control(begin_weight_update, "/begin_weight_update", BeginBody),
-    _control(end_weight_update, "/end_weight_update", EmptyBody),
+    _control(end_weight_update, "/end_weight_update"),
     _control(post_process_weights, "/post_process_weights", PostProcessBody),
     _control(update_weight_version, "/update_weight_version", VersionBody),
     _control(get_weights_by_name, "/get_weights_by_name", WeightBody, methods=_BOTH),
