@@ -65,15 +65,19 @@ def read_header(path: Path) -> Iterator[TensorHeader]:
         CheckpointError: The file is not safetensors, or is cut short.
     """
     try:
-        header = _header(path)
-    except (OSError, struct.error, ValueError) as error:
+        entries = list(_entries(path))
+    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is not a safetensors file",
             why=str(error) or "its header cannot be read",
             fix="download the file again; a small text file in its place is a git-lfs pointer "
             "(`git lfs pull`)",
         ) from None
-    for name, entry in header.items():
+    yield from entries
+
+
+def _entries(path: Path) -> Iterator[TensorHeader]:
+    for name, entry in _header(path).items():
         if name != "__metadata__":
             first, last = entry["data_offsets"]
             yield TensorHeader(name, entry["dtype"], tuple(entry["shape"]), last - first)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tetrarch.config.checkpoint import read_checkpoint
 from tetrarch.config.plan import Plan
-from tetrarch.core.errors import CheckpointError, ConfigError
+from tetrarch.core.errors import CheckpointError, ConfigError, TetrarchError
 from tetrarch.core.log import get_logger
 from tetrarch.core.progress import NoProgress, Progress
 from tetrarch.core.units import format_bytes
@@ -75,15 +75,26 @@ class WeightStore:
             ConfigError: An undo copy was demanded and does not fit.
         """
         began = time.perf_counter()
-        read_checkpoint(path)  # refuses what its files declare and we cannot load
-        check_same_model(self._model, path)
-        source = SafetensorsSource(path)
-        placements = place(self._model, source, self._plan.quant)
+        can_undo = self._can_undo(wanted=atomic)
+        try:
+            read_checkpoint(path)  # refuses what its files declare and we cannot load
+            check_same_model(self._model, path)
+            source = SafetensorsSource(path)
+            placements = place(self._model, source, self._plan.quant)
+        except TetrarchError:
+            raise
+        except Exception as error:  # files may hold anything, and a path be none
+            _log.warning("planning an update met what it did not expect", exc_info=error)
+            raise CheckpointError(
+                f"{path!r} cannot be read as a checkpoint",
+                why=f"{type(error).__name__}: {error}",
+                fix="check its files; nothing was written",
+            ) from error
         return DiskUpdate(
             path=path,
             source=source,
             placements=placements,
-            atomic=self._can_undo(wanted=atomic),
+            atomic=can_undo,
             seconds=time.perf_counter() - began,
         )
 
@@ -241,25 +252,25 @@ class WeightStore:
 
     def _failed(self, journal: Journal, error: Exception) -> CheckpointError:
         """Go back to the old weights; return the error to raise, which says where that led."""
-        restored = self._restore(journal)
+        self._restore(journal)
         if isinstance(error, CheckpointError):
             what, why, fix = error.what, error.why, error.fix
         else:  # a disk, a file that shrinks, memory that runs out: whatever reading may raise
             what, why, fix = "writing the new weights failed", repr(error), "try again"
-        outcome = "the old weights are served" if restored else "a full update must follow"
+        is_ready = self.state is WeightsState.READY
+        outcome = "the old weights are served" if is_ready else "a full update must follow"
         return CheckpointError(what, why=f"{why}; {outcome}", fix=fix)
 
-    def _restore(self, journal: Journal) -> bool:
-        """Undo; return whether what is resident is what it was before the update."""
+    def _restore(self, journal: Journal) -> None:
+        """Undo, or let the state say that what is resident is not what it was."""
         if journal.is_empty:
-            return True
+            return
         try:
             if journal.keeps:
                 journal.undo()
-                return True
+                return
             _log.error("an update failed half-way, and there is no undo copy")
         except Exception as error:
             _log.error("the old weights could not be restored", exc_info=error)
         if self.state is WeightsState.READY:
             self.state = WeightsState.INCONSISTENT
-        return False
