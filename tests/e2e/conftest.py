@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 KEY = "open-sesame"
 SMALL = ("--threads", "1", "--max-total-tokens", "8192")
@@ -113,3 +116,74 @@ def own_server(tmp_path: Path) -> Iterator[RunningServer]:
     server = RunningServer(tmp_path / "log")
     yield server
     server.end()
+
+
+class TrainedServer(RunningServer):
+    """A server whose weights a trainer replaces. Between tests it serves the demo model."""
+
+    def ask(self, path: str, *, status: int = 200, method: str = "POST", **body: Any) -> Any:
+        """Call a control endpoint, which must answer `status`."""
+        reply = self.http.request(method, path, json=body)
+        assert reply.status_code == status, f"{path}: {reply.text}"
+        return reply.json()
+
+    def load_from(self, path: Path | str, **more: Any) -> Any:
+        """`POST /update_weights_from_disk`, which must succeed."""
+        reply = self.ask("/update_weights_from_disk", model_path=str(path), **more)
+        assert reply["success"] is True
+        return reply
+
+    def checksums(self) -> dict[str, str]:
+        """Return the digest of every weight."""
+        return self.ask("/weights_checker", action="checksum")["checksums"]
+
+    def bits(self) -> tuple[list[int], list[float]]:
+        """Generate greedily; return the ids and their logprobs."""
+        prompt = "<|im_start|>user\nWhat is 12 + 30?<|im_end|>\n<|im_start|>assistant\n"
+        sampling = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+        reply = self.generate(text=prompt, sampling_params=sampling, return_logprob=True)
+        scores = [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
+        return reply["output_ids"], scores
+
+    def reason(self) -> str:
+        """Return the code with which a request is refused now."""
+        reply = self.http.post("/generate", json={"text": "1"})
+        assert reply.status_code == 503, reply.text
+        assert reply.headers["retry-after"]
+        return reply.json()["error"]["type"]
+
+
+@pytest.fixture(scope="session")
+def _trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainedServer]:
+    server = TrainedServer(tmp_path_factory.mktemp("trained") / "log")
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def trained(_trained: TrainedServer, demo_path: Path) -> Iterator[TrainedServer]:
+    """A server to train. Whatever a test leaves behind, a full update must repair."""
+    server = _trained
+    before = server.bits()
+    yield server
+    server.http.post("/end_weight_update")  # 400 where none is open
+    server.ask("/resume_memory_occupation")
+    server.load_from(demo_path)
+    server.ask("/continue_generation")
+    server.wait_for(lambda load: load["num_total_reqs"] == 0, seconds=10)
+    assert server.bits() == before
+    assert server.http.get("/health_generate").status_code == 200
+
+
+@pytest.fixture(scope="session")
+def other_path(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the same shape as the demo model, every weight a little different."""
+    folder = tmp_path_factory.mktemp("other") / "model"
+    shutil.copytree(demo_path, folder)
+    file, generator = folder / "model.safetensors", torch.Generator().manual_seed(7)
+    tensors = load_file(file)
+    for tensor in tensors.values():
+        noise = torch.randn(tensor.shape, generator=generator)
+        tensor.mul_(1 + 0.05 * noise.to(tensor.dtype))
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
