@@ -8,6 +8,7 @@ stale, shared under the wrong beginning, or given to two sequences therefore cha
 from __future__ import annotations
 
 import random
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -22,7 +24,9 @@ from transformers import PreTrainedTokenizerFast
 from tetrarch.config.budget import token_budget
 from tetrarch.config.plan import GraphPlan, ParallelPlan, Plan, SchedulePlan
 from tetrarch.engine.engine import Engine
-from tetrarch.engine.request import Delta, GenerateRequest, SamplingParams
+from tetrarch.engine.loop import EngineLoop
+from tetrarch.engine.messages import ControlReply, Heartbeat, encode
+from tetrarch.engine.request import Delta, FinishReason, GenerateRequest, SamplingParams
 from tetrarch.engine.text import Tokenizer, load_tokenizer
 from tetrarch.executor.capacity import Capacity
 from tetrarch.executor.regions import RegionChange, RegionState
@@ -84,6 +88,7 @@ class FakeExecutor:
 
     def __init__(self, plan: Plan, num_pages: int, page_size: int) -> None:
         self.weights = FakeWeights()
+        self.device = torch.device("cpu")
         self.released: set[Region] = set()
         self.capacity = Capacity(num_pages, page_size)
         self.moe_tokens_high_water = 0
@@ -276,6 +281,82 @@ class Bench:
         assert self.engine.flush()
         assert self.engine.heartbeat().num_cached_tokens == 0
         assert self.engine.snapshot()["num_free_tokens"] == beat.max_total_tokens
+
+
+class Desk:
+    """The loop of the engine process, turn by turn, and everything that it said."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.said: list[Any] = []
+        self._inbox: list[bytes] = []
+        self._num_asked = 0
+        self.loop = EngineLoop(engine, self, self.said.extend)
+
+    def take(self, timeout: float | None) -> list[bytes]:
+        inbox, self._inbox = self._inbox, []
+        if not inbox and timeout is None:
+            raise AssertionError("the engine would wait for ever")
+        if not inbox and timeout:
+            time.sleep(timeout)
+        return inbox
+
+    def send(self, *messages: Any) -> None:
+        """Deliver messages together, and let one turn pass."""
+        self._inbox += [encode(message) for message in messages]
+        self.loop.turn()
+
+    def turn(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.loop.turn()
+
+    def post(self, kind: type[Any], **fields: Any) -> int:
+        """Send one control message; return its ticket."""
+        self._num_asked += 1
+        self.send(kind(ticket=self._num_asked, **fields))
+        return self._num_asked
+
+    def reply(self, ticket: int) -> ControlReply | None:
+        found = [m for m in self.said if isinstance(m, ControlReply) and m.ticket == ticket]
+        assert len(found) <= 1, "answered twice"
+        return found[0] if found else None
+
+    def ask(self, kind: type[Any], **fields: Any) -> ControlReply:
+        """Send one control message, and take turns until it is answered."""
+        ticket = self.post(kind, **fields)
+        for _ in range(5000):
+            if (reply := self.reply(ticket)) is not None:
+                return reply
+            self.turn()
+        raise AssertionError("never answered")
+
+    def run(self) -> None:
+        """Take turns until nobody lives."""
+        for _ in range(5000):
+            if not self.engine.has_work:
+                return
+            self.turn()
+        raise AssertionError("does not end")
+
+    def deltas(self, rid: str) -> list[Delta]:
+        return [m for m in self.said if isinstance(m, Delta) and m.rid == rid]
+
+    def tokens(self, rid: str) -> tuple[int, ...]:
+        return tuple(token for delta in self.deltas(rid) for token in delta.token_ids)
+
+    def finish(self, rid: str) -> FinishReason | None:
+        deltas = self.deltas(rid)
+        return deltas[-1].finish if deltas else None
+
+    @property
+    def beat(self) -> Heartbeat:
+        """The last one that was told."""
+        return [m for m in self.said if isinstance(m, Heartbeat)][-1]
+
+
+@pytest.fixture
+def make_desk() -> Callable[[Engine], Desk]:
+    return Desk
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ from tetrarch.engine.actions import (
     UpdateFromTensors,
 )
 from tetrarch.engine.engine import Engine
+from tetrarch.engine.groups import Groups
 from tetrarch.engine.inspection import Inspection
 from tetrarch.engine.messages import Abort, ControlReply, Flush
 from tetrarch.engine.occupation import Occupation
@@ -71,6 +72,7 @@ class Control:
         """
         self._engine, self._say = engine, say
         self._updates = Updates(engine, self._abort_all)
+        self._groups = Groups(self._updates, engine.rank.device)
         self._occupation = Occupation(engine)
         self._inspection = Inspection(engine.rank.weights)
         self._waiting: list[_Waiting] = []
@@ -130,7 +132,8 @@ class Control:
             case UpdateFromDisk() | UpdateFromTensors() | UpdateFromDistributed():
                 return self._update(message)
             case InitGroup() | DestroyGroup():
-                raise NotImplementedError  # wired below
+                joins = isinstance(message, InitGroup)
+                return self._groups.join(message) if joins else self._groups.leave(message)
             case Resume() | GetWeights() | CheckWeights():
                 return self._look(message)
 
@@ -141,7 +144,7 @@ class Control:
             return self._updates.from_disk(message)
         self._updates.check_call()
         if isinstance(message, UpdateFromDistributed):
-            raise NotImplementedError  # wired below
+            return self._groups.receive(message)
         tensors = decode_payload(message.data, message.load_format)
         return self._updates.take(message, tensors)
 

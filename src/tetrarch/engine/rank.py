@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
+import torch
+
 from tetrarch.executor.capacity import Capacity
 from tetrarch.executor.regions import RegionChange, RegionState
 from tetrarch.executor.step import Step, StepResult
@@ -17,6 +19,11 @@ __all__ = ["Rank"]
 
 class Rank(Protocol):
     """The part of `executor.executor.Executor` that an engine uses."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        ...
 
     @property
     def capacity(self) -> Capacity:

@@ -42,6 +42,7 @@ class Executor:
         progress: Told how far loading has come.
 
     Attributes:
+        device: Where it computes.
         regions: What memory is there; nothing may step while some is released.
         capacity: Pages and tokens of the KV pool.
         load_report: What the first load found.
@@ -56,12 +57,12 @@ class Executor:
 
     def __init__(self, plan: Plan, *, progress: Progress | None = None) -> None:
         self.plan = plan
-        self._device = torch.device(plan.device.torch_device)
+        self.device = torch.device(plan.device.torch_device)
         if plan.device.torch_device == "cpu":
             torch.set_num_threads(plan.num_threads)
-        self.regions = Regions(plan.memory, self._device)
+        self.regions = Regions(plan.memory, self.device)
         self._model: Model = build_model(
-            plan, device=self._device, arena=self.regions[Region.WEIGHTS]
+            plan, device=self.device, arena=self.regions[Region.WEIGHTS]
         )
         self.load_report: LoadReport = load_weights(
             self._model,
@@ -82,7 +83,7 @@ class Executor:
             self.capacity.num_pages,
             page_size=self.capacity.page_size,
             dtype=dtype,
-            device=self._device,
+            device=self.device,
             arena=self.regions[Region.KV_CACHE],
         )
         self._keeps_weights = False  # since the last release
@@ -103,7 +104,7 @@ class Executor:
             step,
             page_size=self.capacity.page_size,
             budget=self.plan.experts.budget,
-            device=self._device,
+            device=self.device,
         )
         self.num_steps += 1
         self.moe_tokens_high_water = max(self.moe_tokens_high_water, sum(batch.rank_tokens))

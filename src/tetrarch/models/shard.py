@@ -79,7 +79,7 @@ class Shard:
         shape, dtype = self.entries[name]
         octets = torch.empty(torch.Size(shape).numel() * dtype.itemsize, dtype=torch.uint8)
         try:
-            self._fill(memoryview(octets.numpy()), self._starts[name])
+            self._fill(octets.numpy().data, self._starts[name])
             changed = self._stamp() != self._seen
         except OSError as error:
             raise CheckpointError(
