@@ -119,7 +119,8 @@ def test_a_query_adds_to_the_body_of_a_control_endpoint() -> None:
     assert control(b"", b"size=5&more=1") == Thing(size=5)
     assert control(b'{"names": ["a"]}', b"size=5") == Thing(size=5, names=["a"])
     assert control(b'{"size": 7}', b"size=5") == Thing(size=7)
-    for body, query in ((b"", b"size=many"), (b"[]", b"size=5"), (b"{", b"size=5")):
+    long = b"size=" + b"9" * 30
+    for body, query in ((b"", b"size=many"), (b"[]", b"size=5"), (b"{", b"size=5"), (b"", long)):
         with pytest.raises(RequestError):
             control(body, query)
     with pytest.raises(RequestError):  # text is a number only where there is a query

@@ -64,7 +64,9 @@ async def read_control(request: Request, kind: type[T]) -> T:
     value = _decode(content) if content.strip() else {}
     if isinstance(value, dict):
         value = {**query, **cast("dict[str, Any]", value)}
-    return _convert(value, kind, strict=False)
+    read = _convert(value, kind, strict=False)
+    _check_integers(msgspec.to_builtins(read))
+    return read
 
 
 def _check_content_type(value: str) -> None:
@@ -85,13 +87,18 @@ def _decode(content: bytes) -> Any:
             why=str(error),
             fix="send one JSON object in UTF-8; NaN and Infinity are not JSON",
         ) from error
-    if _LONG_DIGITS.search(content) and _has_long_integer(value):
+    if _LONG_DIGITS.search(content):
+        _check_integers(value)
+    return value
+
+
+def _check_integers(value: Any) -> None:
+    if _has_long_integer(value):
         raise RequestError(
-            "the body holds an integer of more than 64 bits",
+            "the request holds an integer of more than 64 bits",
             why="integers are read as 64-bit numbers",
             fix="send a smaller number",
         )
-    return value
 
 
 def _has_long_integer(value: Any) -> bool:
