@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,7 +21,8 @@ from tetrarch.core.errors import CheckpointError
 from tetrarch.models.build import Model, build_model
 from tetrarch.models.names import DenseDestination, Destination, ExpertDestination
 from tetrarch.models.placement import place
-from tetrarch.models.sources import TensorHeader, TensorSource
+from tetrarch.models.report import Unused
+from tetrarch.models.sources import TensorHeader, TensorSource, reading_order
 from tetrarch.numerics.contract import Activations, Quantization
 
 Tensors = dict[str, Tensor]
@@ -250,6 +252,7 @@ def test_a_place_that_cannot_be_filled_is_refused(
     for part in ("weight", "weight_scale", "weight_scale_2"):
         tensors[name.replace("weight", part)] = tensors[UP.replace("weight", part)]
     names: Any = SimpleNamespace(
+        draft_layers=model.names.draft_layers,
         ignored=model.names.ignored,
         resolve=lambda asked: to if asked == name else model.names.resolve(asked),
     )
@@ -257,6 +260,36 @@ def test_a_place_that_cannot_be_filled_is_refused(
         place(replace(model, names=names), TensorSource(tensors), plan.quant)
     assert words in str(caught.value)
     assert name in caught.value.why
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "minimax_m2"])
+def test_a_configuration_with_a_layer_too_few_is_refused_though_it_announces_a_draft(
+    lab: Any, family: str, tmp_path: Path
+) -> None:
+    """The layer too many is not taken for the draft."""
+    path = lab.tiny(family)
+    config = json.loads((path / "config.json").read_text())
+    fewer = config["num_hidden_layers"] - 1
+    config |= {"num_hidden_layers": fewer, "num_nextn_predict_layers": 1}
+    config.pop("layer_types", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = lab.plan(tmp_path)
+    source = TensorSource(load_file(path / "model.safetensors"))
+    with pytest.raises(CheckpointError, match="unexpected") as caught:
+        place(build_model(plan), source, plan.quant)
+    assert f"model.layers.{fewer}." in caught.value.why
+    assert "missing" not in caught.value.what
+
+
+def test_a_numbered_draft_layer_is_left_out_and_listed(lab: Any) -> None:
+    path = lab.tiny("deepseek_v3")
+    tensors = load_file(path / "model.safetensors")
+    last, draft = "model.layers.3.", "model.layers.4."
+    copies = {draft + name.removeprefix(last): t for name, t in tensors.items() if last in name}
+    copies |= {f"{draft}eh_proj.weight": torch.zeros(64, 128)}
+    plan = lab.plan(path)
+    placed = place(build_model(plan), TensorSource(tensors | copies), plan.quant)
+    assert placed.unused == {Unused.MTP: tuple(reading_order(copies))}
 
 
 class Headers:

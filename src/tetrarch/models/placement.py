@@ -7,7 +7,7 @@ shapes and types is told at once, and a running model stays what it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from tetrarch.config.plan import QuantPlan
@@ -66,7 +66,7 @@ def place(model: Model, source: Source, quant: QuantPlan) -> Placements:
         CheckpointError: Tensors are missing, unexpected, mismatched, half-paired, given twice or
             of a refused format; all of them are named at once.
     """
-    survey = _Survey(model, quant)
+    survey = _Survey(model, quant, drafts=model.names.draft_layers(source.headers))
     for name, parts in _group(source.headers, survey.drop).items():
         survey.add(name, parts)
     return survey.finish(source.name)
@@ -107,8 +107,8 @@ def _group(
 class _Survey:
     """What has been seen of a checkpoint so far."""
 
-    def __init__(self, model: Model, quant: QuantPlan) -> None:
-        self._model = model
+    def __init__(self, model: Model, quant: QuantPlan, *, drafts: Collection[int]) -> None:
+        self._model, self._drafts = model, drafts
         self._static = any(s.scope is Scope.TENSOR for s in quant.contract.activation_scales)
         self._faults = Faults()
         self._census = ExpertCensus(model.experts, model.ignored, quant.contract)
@@ -122,7 +122,7 @@ class _Survey:
 
     def add(self, name: str, parts: _Headers) -> None:
         """Place one weight, or note what is wrong with it."""
-        if (kind := self._model.names.ignored(name)) is not None:
+        if (kind := self._model.names.ignored(name, drafts=self._drafts)) is not None:
             for tensor, _ in parts.values():
                 self.drop(Unused(kind.value), tensor)
             return
