@@ -150,9 +150,11 @@ def test_a_defect_in_a_step_ends_the_process_and_the_wait(plan: Plan) -> None:
         assert time.monotonic() - began < 5.0
 
 
+# `nohup` and some CI runners ignore a hang-up, which children inherit: the script must not.
 SCRIPT = """
-import pickle, sys, time
+import pickle, signal, sys, time
 from tetrarch.engine.process import EngineProcess
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 process = EngineProcess(pickle.load(open(sys.argv[1], "rb")))
 process.wait_ready()
 print(process.pid, process.inbound.last_endpoint.decode(), flush=True)
