@@ -72,6 +72,13 @@ def mxfp8(tensors: Tensors) -> None:
     tensors[f"{UP}_scale"] = torch.zeros(160, 5, dtype=torch.uint8)
 
 
+def only_mxfp4(tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.startswith(LAYER)]:
+        rows, columns = tensors.pop(name).shape
+        tensors[f"{name}_packed"] = torch.zeros(rows, columns // 2, dtype=torch.uint8)
+        tensors[f"{name}_scale"] = torch.zeros(rows, columns // 32, dtype=torch.uint8)
+
+
 def half(tensors: Tensors) -> None:
     tensors[UP] = tensors[UP].bfloat16()
 
@@ -131,7 +138,22 @@ CASES: dict[str, tuple[str, Callable[[Tensors], object], list[str]]] = {
     ),
     "experts also stacked": ("fp32", stack, ["given twice", f"{LAYER}.gate_up_proj"]),
     "MXFP4": ("fp32", mxfp4, ["2 refused", "MXFP4", f"{LAYER}.gate_up_proj_blocks"]),
-    "MXFP8": ("fp32", mxfp8, ["1 missing, 1 refused", "MXFP8", UP]),
+    "MXFP8": ("fp32", mxfp8, ["model: 1 refused\n", "MXFP8", UP]),
+    "a matrix of whole numbers": (
+        "fp32",
+        lambda t: t.update({UP: t[UP].int()}),
+        ["model: 1 refused\n", UP, "int32"],
+    ),
+    "a norm of whole numbers": (
+        "fp32",
+        lambda t: t.update({NORM: t[NORM].int()}),
+        ["model: 1 refused\n", NORM, "int32"],
+    ),
+    "all of a layer's experts are MXFP4": (
+        "fp32",
+        lambda t: only_mxfp4(t),
+        ["model: 12 refused\n", "MXFP4", "E8M0"],
+    ),
     "one matrix in another format": (
         "fp32",
         half,
@@ -167,6 +189,22 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(
         lab.fill(model, TensorSource(tensors), plan)
     assert [word for word in words if word not in str(caught.value)] == []
     assert lab.bits(model) == before
+
+
+def test_a_model_whose_experts_are_all_mxfp4_misses_none(lab: Any) -> None:
+    """As GPT-OSS is published: two tensors stand for one stack of matrices."""
+    path = lab.tiny("gpt_oss")
+    tensors = load_file(path / "model.safetensors")
+    stacks = [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]
+    for name in stacks:
+        rows, columns = tensors.pop(name).shape[-2:]
+        tensors[f"{name}_blocks"] = torch.zeros(8, columns, rows // 32, 16, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.zeros(8, columns, rows // 32, dtype=torch.uint8)
+    plan = lab.plan(path)
+    with pytest.raises(CheckpointError) as caught:
+        place(build_model(plan), TensorSource(tensors), plan.quant)
+    assert caught.value.what.endswith(f"model: {2 * len(stacks)} refused")
+    assert caught.value.fix.startswith("convert the experts")
 
 
 def test_every_kind_of_fault_is_told_at_once_with_ten_names_of_each(

@@ -129,6 +129,7 @@ class _Survey:
         weight = recognise(name, parts)
         if isinstance(weight, tuple) and weight[0] is Fault.REFUSED:
             self._faults.add(*weight)
+            self._claim_refused(name)
             return
         to = self._resolve(name)
         if to is None:
@@ -179,6 +180,17 @@ class _Survey:
             self._dense[to.name] = name
         if other is not None:
             self._faults.add(Fault.TWICE, f"{name} and {other}")
+
+    def _claim_refused(self, name: str) -> None:
+        """Count a weight that is there in a form we do not read: it is not missing on top.
+
+        MXFP4 is two tensors for one destination, so that a second claim is no fault here.
+        """
+        to = self._resolve(name.removesuffix("_blocks").removesuffix("_scales"))
+        if isinstance(to, ExpertDestination):
+            self._census.claim(to, name)
+        elif to is not None:
+            self._dense[to.name] = name
 
     def _shape(self, to: Destination) -> tuple[int, ...]:
         if isinstance(to, ExpertDestination):
