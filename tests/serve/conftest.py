@@ -271,27 +271,10 @@ def tokenizer(demo_path: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def plan() -> Plan:
-    """The demo model's plan, without asking transformers for the facts."""
-    facts = ModelFacts(
-        model_type="qwen3_moe",
-        architectures=("Qwen3MoeForCausalLM",),
-        num_layers=6,
-        num_moe_layers=6,
-        num_experts=8,
-        top_k=2,
-        hidden_size=256,
-        expert_hidden_size=256,
-        expert_intermediate_size=128,
-        vocab_size=VOCAB,
-        context_len=2048,
-        num_dense_params=1_720_320,
-        num_expert_params=4_718_592,
-        kv_elements_per_token=1536,
-        num_mtp_layers=1,
-    )
+def plan(demo_facts: ModelFacts) -> Plan:
+    """The demo model's plan."""
     reading = read_keywords({"context_length": 256}, environ={})
-    return plan_launch(reading, describe=lambda _: facts)
+    return plan_launch(reading, describe=lambda _: demo_facts)
 
 
 @pytest.fixture(scope="module")
