@@ -22,6 +22,7 @@ from tetrarch.core.errors import CheckpointError
 from tetrarch.core.specs import TensorSpec
 from tetrarch.memory.slots import SlotTable
 from tetrarch.models.names import NamePlan
+from tetrarch.models.norms import fuse_norms
 from tetrarch.models.onednn import is_small, without_onednn
 from tetrarch.models.skeleton import ExpertSite, read_skeleton, swap_module
 from tetrarch.moe.build import build_layer
@@ -129,6 +130,7 @@ def build_model(plan: Plan, *, device: torch.device | None = None) -> Model:
     ignored = frozenset(
         site.path for site in skeleton.experts if _is_ignored(site.path, plan.quant, skeleton.names)
     )
+    fuse_norms(skeleton.model, dtype=dtype, device=device)
     scratch = SlotTable()
     layers: dict[str, MoELayer] = {}
     for site in skeleton.experts:
