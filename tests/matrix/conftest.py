@@ -19,6 +19,20 @@ from tetrarch.config.resolve import resolve
 from tetrarch.core.errors import LaunchErrors
 from tetrarch.numerics.contract import SourceFormat
 
+FAKES = (Arch.SM80, Arch.SM90, Arch.SM100, Arch.SM103, Arch.SM120, Arch.CPU)
+
+
+@pytest.fixture(params=FAKES)
+def arch(request: pytest.FixtureRequest) -> Arch:
+    """Each architecture that their matrix tells apart."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def device_of() -> Callable[[Arch], Device]:
+    """Return a maker of fake devices."""
+    return _device
+
 
 @pytest.fixture(scope="session")
 def launch(demo_facts: ModelFacts) -> Callable[..., Plan]:
@@ -62,14 +76,16 @@ def _launch(
         kv_quant=None,
         weights=WeightScan(),
     )
-    is_cpu = arch is Arch.CPU
-    device = Device(
+    args = LaunchArgs(**({"model": "m"} | settings))
+    return resolve(args, checkpoint, replace(facts, **(sizes or {})), _device(arch))
+
+
+def _device(arch: Arch) -> Device:
+    return Device(
         arch=arch,
         name="fake",
-        torch_device="cpu" if is_cpu else "cuda",
+        torch_device="cpu" if arch is Arch.CPU else "cuda",
         num_devices=1,
         memory_bytes=1 << 36,
         physical_cores=8,
     )
-    args = LaunchArgs(**({"model": "m"} | settings))
-    return resolve(args, checkpoint, replace(facts, **(sizes or {})), device)
