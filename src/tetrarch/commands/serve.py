@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from tetrarch.commands.bars import Bars
@@ -32,5 +33,9 @@ def main(argv: Sequence[str]) -> int:
     for decision in plan.decisions:
         _log.info("%s = %s: %s", decision.field, decision.value, decision.why)
     with Bars() as bars:
-        serve(plan, progress=bars)
+        serve(plan, announce=_announce, progress=bars)
     return 0
+
+
+def _announce(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
