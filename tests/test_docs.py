@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -71,3 +72,20 @@ def test_the_check_can_fail() -> None:
     assert missing("tests/test_docs.py::test_no_such") == "tests/test_docs.py::test_no_such"
     assert missing("tests/test_docs.py::test_the_check_can_fail") is None
     assert missing("/v1/models") is None
+
+
+def test_the_readmes_qualities_are_those_of_the_result_file() -> None:
+    result = json.loads((ROOT / "benchmarks/results/cpu/quality.json").read_text())
+    splits: dict[str, dict[str, dict[str, float]]] = {}
+    for row in result["rows"]:
+        name = f"{row['quantization']} / {row['moe_activations']}"
+        splits.setdefault(name, {})[row["split"]] = row
+    expected = {
+        f"| {name} | "
+        + " | ".join(f"{of[split]['accuracy']:.2f}" for split in ("test", "comp", "hard"))
+        + f" | {of['hard']['answer_nll']:.2e} |"
+        for name, of in splits.items()
+    }
+    assert expected <= set((ROOT / "README.md").read_text().splitlines())
+    assert splits["none / bf16"]["test"]["accuracy"] == 1.0
+    assert splits["none / bf16"]["test"]["problems"] == 100
