@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tetrarch.commands import serve as command
+from tetrarch.commands.words import read
 from tetrarch.config.plan import Plan
 
 
@@ -24,7 +25,7 @@ def test_no_log_level_hides_what_the_operator_waits_for(
     logger = logging.getLogger("tetrarch")
     before = logger.handlers[:], logger.level, logger.propagate
     try:
-        assert command.main(["--log-level", level, "--device", "cpu"]) == 0
+        assert command.run(read("serve", ["--log-level", level, "--device", "cpu"])) == 0
     finally:
         logger.handlers, logger.level, logger.propagate = before
     out, err = capsys.readouterr()

@@ -129,6 +129,7 @@ def test_a_stop_while_the_engine_loads_is_no_failure(
 
     asyncio.run(interrupted())
     assert run.said == []
+    assert run.life.was_interrupted == (number is signal.SIGINT)
     assert puppet.exit_code is not None
 
 

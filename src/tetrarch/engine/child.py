@@ -135,7 +135,10 @@ def main() -> None:
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
-    folder, plan = pickle.load(sys.stdin.buffer)
+    try:
+        folder, plan = pickle.load(sys.stdin.buffer)
+    except EOFError:  # the parent ended before it had said what to do
+        return
     configure_logging(level=plan.serve.log_level, who="engine")
     threading.Thread(target=_end_with_parent, args=(folder, os.getppid()), daemon=True).start()
     link = Link(folder)

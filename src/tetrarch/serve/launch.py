@@ -42,6 +42,7 @@ def serve(
         ConfigError: The address cannot be had; found out before anything is loaded.
         TetrarchError: What stopped the engine's start.
         EngineDead: The engine died while serving; raised when the server is stopped.
+        KeyboardInterrupt: SIGINT came before the engine was ready. Later it is how to stop.
     """
     with bind(plan.serve.host, plan.serve.port) as listener:
         _raise_file_limit()
@@ -58,6 +59,8 @@ def serve(
         with EngineProcess(plan) as engine:
             life = Life(door, engine, progress or NoProgress(), announce)
             asyncio.run(life.run(listener))
+    if life.was_interrupted:
+        raise KeyboardInterrupt
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -41,7 +41,11 @@ _log = get_logger(__name__)
 
 
 class Life:
-    """Holds what lives as long as the server does; `run` is all of it."""
+    """Holds what lives as long as the server does; `run` is all of it.
+
+    Attributes:
+        was_interrupted: Ctrl-C came before the engine was ready.
+    """
 
     def __init__(
         self,
@@ -54,6 +58,7 @@ class Life:
         self._progress, self._announce = progress, announce
         self._failure: TetrarchError | None = None
         self._num_signals = 0
+        self.was_interrupted = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._server = _Server(
             uvicorn.Config(
@@ -103,8 +108,9 @@ class Life:
             self._failure = error
             _log.error("%s\nHealth checks fail and requests are refused from now on.", error)
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         self._num_signals += 1
+        self.was_interrupted |= number is signal.SIGINT and self._door.client.ready is None
         if self._num_signals > 1:
             self._start(self._end_at_once())
             return
@@ -163,11 +169,11 @@ class _Server(uvicorn.Server):
 
 
 @contextmanager
-def _signals(on_signal: Callable[[], None]) -> Generator[None]:
+def _signals(on_signal: Callable[[signal.Signals], None]) -> Generator[None]:
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGINT, signal.SIGTERM)
     for number in numbers:
-        loop.add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, on_signal, number)
     try:
         yield
     finally:
