@@ -7,7 +7,6 @@ read, so that a checkpoint which does not fit is refused before anything has bee
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tetrarch.config.headers import no_weights, read_headers
 from tetrarch.core.errors import CheckpointError
 
 __all__ = ["SafetensorsSource", "Source", "TensorHeader", "TensorSource", "reading_order"]
-
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -101,11 +99,13 @@ class SafetensorsSource:
         self._folder = Path(folder)
         self._files: dict[str, Any] = {}
         self._headers: dict[str, TensorHeader] = {}
-        index = _read_index(self._folder)
-        shards = [_SINGLE] if index is None else sorted(set(index.values()))
-        for shard in shards:
-            self._open(shard)
-        _check_index(self._folder, index or {}, self._headers)
+        for header in read_headers(self._folder).values():
+            dtype = _DTYPES[header.dtype]
+            self._headers[header.name] = TensorHeader(header.shape, dtype, header.file)
+        if not self._headers:
+            raise no_weights(self._folder)
+        for shard in sorted({header.file for header in self._headers.values()}):
+            self._files[shard] = _open(self._folder / shard)
 
     @property
     def name(self) -> str:
@@ -122,79 +122,16 @@ class SafetensorsSource:
         for name in names:
             yield name, self._files[self._headers[name].file].get_tensor(name)
 
-    def _open(self, shard: str) -> None:
-        path = self._folder / shard
-        if not path.is_file():
-            raise CheckpointError(
-                f"{path} is missing",
-                why=f"{_INDEX} names it",
-                fix="download the checkpoint again, or copy the shard into the folder",
-            )
-        try:
-            # Any: the binding has no type stubs.
-            file = cast(Any, safe_open)(str(path), framework="pt")
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{path} is damaged",
-                why=str(error),
-                fix="download the file again; it is truncated or not a safetensors file",
-            ) from error
-        self._files[shard] = file
-        for name in file.keys():  # noqa: SIM118 -- not a mapping
-            if name in self._headers:
-                raise CheckpointError(
-                    f"{self._folder} holds {name} twice",
-                    why=f"it is in {self._headers[name].file} and in {shard}",
-                    fix="remove the shard that the index does not name for it",
-                )
-            stored = file.get_slice(name)
-            dtype = _dtype(path, name, stored.get_dtype())
-            self._headers[name] = TensorHeader(tuple(stored.get_shape()), dtype, shard)
 
-
-def _dtype(path: Path, name: str, word: str) -> torch.dtype:
-    if word not in _DTYPES:
-        raise CheckpointError(
-            f"{name} in {path} is of type {word}",
-            why="torch has no such element type",
-            fix="convert the checkpoint to BF16, FP8 (E4M3) or NVFP4",
-        )
-    return _DTYPES[word]
-
-
-def _read_index(folder: Path) -> dict[str, str] | None:
-    """Return tensor → shard, or `None` where one file holds everything."""
-    if (folder / _SINGLE).is_file():
-        return None
-    path = folder / _INDEX
-    if not path.is_file():
-        raise CheckpointError(
-            f"{folder} holds no safetensors weights",
-            why=f"neither {_SINGLE} nor {_INDEX} is there",
-            fix="pass the folder of a Hugging Face checkpoint in safetensors format",
-        )
+def _open(path: Path) -> Any:
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        index = {str(name): Path(str(shard)).name for name, shard in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return cast(Any, safe_open)(str(path), framework="pt")  # Any: it has no type stubs
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{path} is damaged",
-            why=f"it must be JSON with a weight_map from names to files ({error!r})",
+            why=str(error),
             fix="download the file again",
         ) from error
-    return index
-
-
-def _check_index(folder: Path, index: dict[str, str], headers: dict[str, TensorHeader]) -> None:
-    absent = [
-        name for name, shard in index.items() if name not in headers or headers[name].file != shard
-    ]
-    if absent:
-        raise CheckpointError(
-            f"{folder / _INDEX} names {len(absent)} tensors that their shards do not hold",
-            why=", ".join(f"{name} in {index[name]}" for name in reading_order(absent)[:10]),
-            fix="download the checkpoint again; index and shards are of different versions",
-        )
 
 
 class TensorSource:
