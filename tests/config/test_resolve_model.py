@@ -107,3 +107,16 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     (error,) = refusals(**setting)
     assert words in error.what
+
+
+def test_an_end_token_outside_the_vocabulary_is_refused(
+    refusals: Callable[..., list[TetrarchError]],
+    settle: Callable[..., Plan],
+    checkpoint: Callable[..., Checkpoint],
+    facts: ModelFacts,
+) -> None:
+    last = facts.vocab_size - 1
+    assert settle(source=checkpoint(end_ids=frozenset({0, last})))
+    (error,) = refusals(source=checkpoint(end_ids=frozenset({0, last + 1})))
+    assert str(last + 1) in error.what
+    assert "eos_token_id" in error.what
