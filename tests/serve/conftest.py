@@ -62,6 +62,7 @@ class ScriptedEngine:
         self.pause = False
         self.silent = False
         self.refuse_with: FinishReason | None = None
+        self.spared: set[str] = set()  # ids that `refuse_with` does not touch
         self.requests: list[GenerateRequest] = []
         self.aborts: list[Abort] = []
         self._inbox: list[Inbound] = []
@@ -119,7 +120,7 @@ class ScriptedEngine:
         return []
 
     def _add(self, request: GenerateRequest) -> list[Outbound]:
-        if self.refuse_with is not None:
+        if self.refuse_with is not None and request.rid not in self.spared:
             return [Delta(rid=request.rid, finish=self.refuse_with)]
         self._running[request.rid] = _Sequence(request, self)
         return []

@@ -18,7 +18,7 @@ from tetrarch.core.errors import TetrarchError
 from tetrarch.core.log import get_logger
 from tetrarch.serve.auth import Auth, Keys
 from tetrarch.serve.door import Door
-from tetrarch.serve.errors import Failure, failure_of, failure_response
+from tetrarch.serve.errors import Failure, HttpError, failure_of, failure_response
 from tetrarch.serve.routes import ROUTES, Access
 
 __all__ = ["build_app"]
@@ -79,7 +79,7 @@ class _OneSlash:
 
 async def _on_our_error(request: Request, error: Exception) -> Response:
     failure = failure_of(cast("TetrarchError", error))
-    if failure.status == 500:
+    if failure.status == 500 and not isinstance(error, HttpError):  # that one is no surprise
         _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return failure_response(failure, path=request.url.path)
 

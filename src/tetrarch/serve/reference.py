@@ -27,6 +27,8 @@ _RULES = """\
 - A stream is `data: <one line of JSON>` and an empty line, event by event, and `data: [DONE]` at
   the end. There are no comments and no pings. A failure after the start is an event with a
   top-level `error`. The first event is awaited before the status line.
+- One output of several that fails ends alone: its finish reason is `abort`, and `/generate` adds
+  `message`, `status_code` and `err_type`. Where all outputs fail, the request does.
 - A client that hangs up ends its request, streaming or not.
 - A trailing slash does not matter.
 - `--api-key` is a bearer token for everything except probes. With `--admin-api-key`, control
