@@ -170,6 +170,7 @@ def _make_plan(
             incremental_streaming=False,
             allow_auto_truncate=False,
             stream_interval=1,
+            max_body_bytes=1 << 26,
         ),
         device=Device(
             arch=Arch.CPU,

@@ -90,12 +90,14 @@ def test_the_door_is_as_asked(settle: Callable[..., Plan], tmp_path: Path) -> No
         incremental_streaming_output=True,
         allow_auto_truncate=True,
         stream_interval=4,
+        max_body_bytes=1000,
     ).serve
     assert (serve.host, serve.port, serve.log_level) == ("127.0.0.1", 1, "debug")
     assert serve.chat_template == str(template)
     assert serve.incremental_streaming
     assert serve.allow_auto_truncate
     assert serve.stream_interval == 4
+    assert serve.max_body_bytes == 1000
 
 
 @pytest.mark.parametrize(

@@ -303,3 +303,14 @@ def keyed_server(plan: Plan, tokenizer: Tokenizer) -> Iterator[ScriptedServer]:
     server.make_ready()
     yield server
     server.close()
+
+
+@pytest.fixture
+def limited_server(plan: Plan, tokenizer: Tokenizer) -> Iterator[ScriptedServer]:
+    """Takes bodies of at most 1000 bytes."""
+    server = ScriptedServer(
+        replace(plan, serve=replace(plan.serve, max_body_bytes=1000)), tokenizer
+    )
+    server.make_ready()
+    yield server
+    server.close()

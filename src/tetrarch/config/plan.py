@@ -195,6 +195,7 @@ class ServePlan:
     incremental_streaming: bool
     allow_auto_truncate: bool
     stream_interval: int
+    max_body_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,4 +121,5 @@ def resolve_serve(args: LaunchArgs, ledger: Ledger) -> ServePlan:
         incremental_streaming=args.incremental_streaming_output,
         allow_auto_truncate=args.allow_auto_truncate,
         stream_interval=args.stream_interval,
+        max_body_bytes=args.max_body_bytes,
     )

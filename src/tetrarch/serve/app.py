@@ -19,6 +19,7 @@ from tetrarch.core.log import get_logger
 from tetrarch.serve.auth import Auth, Keys
 from tetrarch.serve.door import Door
 from tetrarch.serve.errors import Failure, HttpError, failure_of, failure_response
+from tetrarch.serve.limit import BodyLimit
 from tetrarch.serve.routes import ROUTES, Access
 
 __all__ = ["build_app"]
@@ -32,6 +33,7 @@ def build_app(door: Door) -> Starlette:
         middleware=[
             Middleware(_OneSlash),
             Middleware(Auth, keys=_keys(door)),
+            Middleware(BodyLimit, max_bytes=door.plan.serve.max_body_bytes),
         ],
         exception_handlers={
             TetrarchError: _on_our_error,

@@ -23,6 +23,7 @@ _RULES = """\
 - A request is refused with 400, and the message names the key and its bound. Under `/v1/` the
   body is `{"object": "error", "message", "type", "param", "code"}`, elsewhere
   `{"error": {"message", "type", "param", "code"}}`.
+- A body of more than `--max-body-bytes` is refused with 413, and not read to its end.
 - 503 with `Retry-After` means that the engine is loading, stopping or gone.
 - A stream is `data: <one line of JSON>` and an empty line, event by event, and `data: [DONE]` at
   the end. There are no comments and no pings. A failure after the start is an event with a
