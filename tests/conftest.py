@@ -6,11 +6,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from transformers import PreTrainedModel
@@ -20,6 +21,7 @@ from tetrarch.config.plan import (
     ExpertPlan,
     GraphPlan,
     MemoryPlan,
+    ModelFacts,
     ModelPlan,
     ParallelPlan,
     Plan,
@@ -53,6 +55,12 @@ class TinyCheckpoint:
 def demo_path() -> Path:
     """The demo checkpoint that ships with the package."""
     return Path(str(resources.files("tetrarch") / "demo_model"))
+
+
+@pytest.fixture(scope="session")
+def demo_facts(demo_path: Path) -> ModelFacts:
+    """What is counted in the demo model."""
+    return describe(str(demo_path))
 
 
 @pytest.fixture(scope="session")
@@ -95,7 +103,11 @@ def tiny_checkpoint(
 
 @pytest.fixture(scope="session")
 def make_plan() -> Callable[..., Plan]:
-    """Return a factory of one-rank CPU plans: checkpoint folder, dtype, contract → plan."""
+    """Return a factory of one-rank CPU plans: checkpoint folder, dtype, contract → plan.
+
+    They are written by hand, so that tests hold whatever `resolve` decides. A part as a keyword
+    replaces fields of it: `make_plan(path, memory={"page_size": 8})`.
+    """
     return _make_plan
 
 
@@ -108,12 +120,13 @@ def _make_plan(
     ignored_layers: tuple[str, ...] = (),
     source: SourceFormat = SourceFormat.FP32,
     decoded_cache: bool = True,
+    **parts: Mapping[str, Any],
 ) -> Plan:
     contract = contract_for(quantization, activations)
     assert contract is not None
     facts = describe(str(path))
     route = next(row for row in SUPPORT if row.activations is contract.activations)
-    return Plan(
+    plan = Plan(
         model=ModelPlan(
             path=str(path),
             tokenizer_path=str(path),
@@ -157,6 +170,7 @@ def _make_plan(
             incremental_streaming=False,
             allow_auto_truncate=False,
             stream_interval=1,
+            max_body_bytes=1 << 26,
         ),
         device=Device(
             arch=Arch.CPU,
@@ -170,6 +184,9 @@ def _make_plan(
         num_threads=1,
         process_env=(),
         decisions=(),
+    )
+    return replace(
+        plan, **{part: replace(getattr(plan, part), **new) for part, new in parts.items()}
     )
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 from tetrarch import LLM, Logprobs, SamplingParams
-from tetrarch.core.errors import LaunchErrors, RequestError
+from tetrarch.core.errors import EngineDead, LaunchErrors, RequestError
 
 QUESTION = "<|im_start|>user\nWhat is 12 + 30?<|im_end|>\n<|im_start|>assistant\n"
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=32)
@@ -90,6 +92,37 @@ def test_a_bad_call_is_refused_and_the_next_one_works(llm: LLM) -> None:
             llm.generate(unreadable, GREEDY)
     assert llm.generate([], GREEDY) == []
     assert llm.generate(QUESTION, GREEDY)[0].text.endswith("#### 42")
+
+
+@pytest.mark.parametrize("wrong", [True, 3, {"top": 2}])
+def test_logprobs_of_another_type_are_refused_with_what_they_take(llm: LLM, wrong: Any) -> None:
+    with pytest.raises(RequestError, match="start, top, token_ids") as caught:
+        llm.generate(QUESTION, GREEDY, logprobs=wrong)
+    assert caught.value.param == "logprobs"
+
+
+@pytest.mark.parametrize("empty", ["", " "])
+def test_an_empty_model_is_not_the_demo_model(empty: str) -> None:
+    with pytest.raises(LaunchErrors, match=r"model: ' ?' is not a non-empty text"):
+        LLM(empty)
+
+
+def test_a_closed_llm_says_how_to_go_on() -> None:
+    with LLM(max_total_tokens=2048, threads=1) as llm:
+        pass
+    with pytest.raises(EngineDead, match="this LLM is closed") as caught:
+        llm.generate(QUESTION)
+    assert "LLM(" in caught.value.fix
+    assert "server" not in str(caught.value)
+
+
+def test_a_killed_engine_says_how_to_go_on() -> None:
+    with LLM(max_total_tokens=2048, threads=1) as llm:
+        os.kill(llm._engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineDead, match="killed by signal 9") as caught:
+            llm.generate(QUESTION)
+    assert "LLM(" in caught.value.fix
+    assert "server" not in str(caught.value)
 
 
 def test_threads_take_turns(llm: LLM) -> None:

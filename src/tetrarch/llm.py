@@ -23,7 +23,13 @@ from tetrarch.core.errors import EngineDead, RequestError
 from tetrarch.core.progress import NoProgress, Progress
 from tetrarch.engine.connection import Connection
 from tetrarch.engine.messages import Abort
-from tetrarch.engine.offline import check_readable, list_prompts, list_sampling
+from tetrarch.engine.offline import (
+    Logprobs,
+    check_logprobs,
+    check_readable,
+    list_prompts,
+    list_sampling,
+)
 from tetrarch.engine.process import EngineProcess
 from tetrarch.engine.request import (
     Delta,
@@ -43,21 +49,6 @@ __all__ = ["LLM", "Logprobs", "Output", "Prompt"]
 
 Prompt = str | Sequence[int]
 _WHOLE = 1 << 20  # tokens gathered before a delta is sent: nobody reads along
-
-
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """What log-probabilities `generate` reports, beside the sampled tokens' own.
-
-    Attributes:
-        start: First prompt position that is scored too; -1: outputs only.
-        top: Alternatives at every position.
-        token_ids: Further ids at every position.
-    """
-
-    start: int = -1
-    top: int = 0
-    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +102,7 @@ class LLM:
             TetrarchError: What stopped the engine's start.
         """
         self.plan = plan or plan_launch(
-            read_keywords({"model": model, **settings} if model else settings),
+            read_keywords(settings if model is None else {"model": model, **settings}),
             describe=describe,
             fetch=fetch,
         )
@@ -125,6 +116,7 @@ class LLM:
             self._engine.close()
             raise
         self._connection = Connection(self._engine)
+        self._is_closed = False
         self._numbers = itertools.count()
         self._turn = threading.Lock()  # one reader: a second one would take the first one's deltas
 
@@ -148,9 +140,15 @@ class LLM:
 
         Raises:
             RequestError: A prompt or a parameter is refused; nothing of the call goes on running.
-            EngineDead: The engine ended.
+            EngineDead: The engine ended, or was closed.
         """
-        wanted = logprobs or Logprobs()
+        if self._is_closed:
+            raise EngineDead(
+                "this LLM is closed",
+                why="close() was called, or its with block has ended",
+                fix="make another one: LLM(...)",
+            )
+        wanted = check_logprobs(logprobs)
         jobs = list(self._jobs(prompts, sampling, wanted, asked=logprobs is not None))
         shown = progress or NoProgress()
         shown.start("generating", len(jobs), "outputs")
@@ -175,6 +173,7 @@ class LLM:
 
     def close(self) -> None:
         """End the engine; once is enough."""
+        self._is_closed = True
         self._engine.close()
 
     def __enter__(self) -> Self:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tetrarch.commands.checksum import main, measure
+from tetrarch.__main__ import main
+from tetrarch.commands.checksum import measure
 from tetrarch.config.plan import Plan
 from tetrarch.memory.checksum import combine
 from tetrarch.numerics.contract import Quantization
@@ -44,7 +45,7 @@ def test_one_value_changes_one_digest_and_the_whole(
 
 
 def test_it_prints_json(demo_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(demo_path), "--device", "cpu", "--threads", "1"]) == 0
+    assert main(["checksum", str(demo_path), "--device", "cpu", "--threads", "1"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["checksum"] == combine(told["checksums"])
     assert told["checksums"]["model.norm.weight"]

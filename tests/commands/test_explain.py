@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tetrarch.commands.explain import main, render
+from tetrarch.commands.explain import render, run
+from tetrarch.commands.words import read
 from tetrarch.config.args import GROUPS, LaunchArgs
 from tetrarch.config.cli import read_keywords
 from tetrarch.config.launch import plan_launch
@@ -58,7 +59,7 @@ def test_it_runs_from_the_command_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TETRARCH_PAGE_SIZE", "64")
-    assert main(["--device", "cpu"]) == 0
+    assert run(read("explain", ["--device", "cpu"])) == 0
     out = capsys.readouterr().out
     assert all(f"\n{group}\n" in f"\n{out}" for group in GROUPS)
     assert "nvfp4_online" in out
@@ -81,5 +82,5 @@ def test_the_cost_of_decoding_fp8_is_explained(demo_path: Path, tmp_path: Path) 
 
 def test_a_launch_that_would_fail_is_not_explained() -> None:
     with pytest.raises(LaunchErrors) as caught:
-        main(["--device", "cpu", "--moe-dispatch", "deepep", "--port", "x"])
+        run(read("explain", ["--device", "cpu", "--moe-dispatch", "deepep", "--port", "x"]))
     assert len(caught.value.errors) == 2

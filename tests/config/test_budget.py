@@ -18,7 +18,11 @@ from tetrarch.config.budget import (
     token_budget,
     tokens_per_request,
 )
+from tetrarch.config.cli import parse_args
+from tetrarch.config.hardware import Arch, Device
+from tetrarch.config.ledger import Ledger
 from tetrarch.config.plan import GraphPlan, ParallelPlan, Plan, SchedulePlan, SpecPlan, TokenBudget
+from tetrarch.config.resolve_schedule import resolve_schedule
 from tetrarch.core.errors import BudgetTooSmall, CapacityExceeded
 
 ONE_RANK = ParallelPlan(tp=1, dp=1, ep=1)
@@ -51,27 +55,47 @@ def budget(
     )
 
 
-# The three cases that came with the upstream fix.
+# The three cases that came with the upstream fix, as command lines.
 
 
-def test_upstream_default_is_bound_by_prefill() -> None:
-    size = budget(schedule(running=512), graphs=GraphPlan(512, 2048))
+def sized(device: Device, command: str) -> TokenBudget:
+    """The budget of a command line on `device`, for a model whose context is 40960.
+
+    `resolve` refuses graphs and drafts until they exist, so their plans are read off the flags.
+    """
+    args = parse_args(command.split(), {})
+    drafts = args.speculative_num_draft_tokens
+    spec = SpecPlan("mtp", num_steps=drafts - 1, num_draft_tokens=drafts) if drafts else None
+    return budget(
+        resolve_schedule(args, spec, device, Ledger()),
+        spec,
+        graphs=GraphPlan(args.graph_max_batch or 0, args.graph_max_prefill_tokens or 0),
+        context=args.context_length or 40960,
+    )
+
+
+def test_upstream_default_is_bound_by_prefill(machine: Callable[..., Device]) -> None:
+    command = "--chunked-prefill-size -1 --context-length 8192 --cuda-graph-max-bs 512"
+    size = sized(machine(Arch.SM100), command)
     assert size.per_rank == 16384
     assert "--max-prefill-tokens 16384" in size.term
 
 
-def test_upstream_speculation_scales_the_decode_bound() -> None:
-    spec = SpecPlan("mtp", num_steps=7, num_draft_tokens=8)
-    size = budget(schedule(prefill=512), spec, graphs=GraphPlan(512, 512))
+def test_upstream_speculation_scales_the_decode_bound(machine: Callable[..., Device]) -> None:
+    command = "--max-prefill-tokens 512 --cuda-graph-max-bs 512"
+    draft = " --speculative-algorithm NEXTN --speculative-num-draft-tokens 8"
+    size = sized(machine(Arch.SM100), command + draft)
     assert size.per_rank == 512 * 8 == 4096
     assert "512" in size.term
     assert "--graph-max-batch" in size.term
+    assert sized(machine(Arch.SM100), command).per_rank == 512 + 256  # the case can fail
 
 
-def test_upstream_prefill_graphs_count_only_when_on() -> None:
-    off, on = GraphPlan(64, 0), GraphPlan(64, 2048)
-    assert budget(schedule(prefill=512), graphs=off).per_rank == 512
-    assert budget(schedule(prefill=512), graphs=on).per_rank == 2048  # the case can fail
+def test_upstream_prefill_graphs_count_only_when_on(machine: Callable[..., Device]) -> None:
+    command = "--max-prefill-tokens 512 --no-mixed-chunk --cuda-graph-max-bs 64"
+    off, on = " --disable-piecewise-cuda-graph", " --piecewise-cuda-graph-max-tokens 2048"
+    assert sized(machine(Arch.SM100), command + off).per_rank == 512
+    assert sized(machine(Arch.SM100), command + on).per_rank == 2048  # the case can fail
 
 
 # The eight cases that the upstream bound misses.
@@ -244,6 +268,9 @@ def test_decodes_and_whole_prompts_take_turns() -> None:
 SNIPPET = """
 from tetrarch.config.args import LaunchArgs
 from tetrarch.config.budget import max_step_tokens, token_budget
+from tetrarch.config.cli import parse_args
+from tetrarch.config.hardware import Arch, Device
+from tetrarch.config.ledger import Ledger
 from tetrarch.config.plan import GraphPlan, ParallelPlan, SchedulePlan, SpecPlan, TokenBudget
 
 def take(

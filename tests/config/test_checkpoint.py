@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tetrarch.config.checkpoint import demo_model_path, read_checkpoint
+from tetrarch.config.checkpoint import demo_model_path, read_checkpoint, read_end_ids
 from tetrarch.core.errors import CheckpointError
 from tetrarch.numerics.contract import SourceFormat
 
@@ -74,6 +74,49 @@ def test_without_weights_the_config_says_it(
 ) -> None:
     checkpoint = read_checkpoint(str(folder(config=config)))
     assert checkpoint.dtype == dtype
+
+
+@pytest.mark.parametrize("value", ["int7", "float64", "BF16", "torch.bfloat16", "", 5, ["x"], {}])
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_a_type_that_we_cannot_compute_in_is_refused(
+    folder: Callable[..., Path], field: str, value: object
+) -> None:
+    for config in ({field: value}, {"dtype": "bfloat16", "text_config": {field: value}}):
+        with pytest.raises(CheckpointError) as caught:
+            read_checkpoint(str(folder(config=config)))
+        assert field in caught.value.what
+        assert repr(value) in caught.value.what
+        assert "bfloat16, float16, float32" in caught.value.why
+
+
+def test_end_tokens_come_from_every_file_that_names_them(tmp_path: Path) -> None:
+    assert read_end_ids(tmp_path) == frozenset()
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5, "text_config": {"eos_token_id": 6}}')
+    assert read_end_ids(tmp_path) == {5, 6}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert read_end_ids(tmp_path) == {5, 6, 7, 8}
+    (tmp_path / "config.json").write_text('{"eos_token_id": null, "text_config": null}')
+    assert read_checkpoint(str(tmp_path)).end_ids == {7, 8}
+
+
+@pytest.mark.parametrize("file", ["config", "generation_config"])
+@pytest.mark.parametrize("value", ["2", -1, 2.0, True, {"id": 2}, [[2]], ["2"], [None], [2, -1]])
+def test_an_end_token_that_is_none_is_named_with_its_file(
+    folder: Callable[..., Path], file: str, value: object
+) -> None:
+    path = folder(**({"config": {}} | {file: {"eos_token_id": value}}))
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint(str(path))
+    assert f"eos_token_id in {file}.json" in caught.value.what
+
+
+@pytest.mark.parametrize("name", ["generation_config", "hf_quant_config"])
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null"])
+def test_a_damaged_file_beside_the_config_is_named(
+    folder: Callable[..., Path], name: str, text: str
+) -> None:
+    with pytest.raises(CheckpointError, match=f"{name}.json"):
+        read_checkpoint(str(folder(config={}, **{name: text})))
 
 
 def test_quantized_weights_that_nobody_explains_are_refused(folder: Callable[..., Path]) -> None:

@@ -16,7 +16,9 @@ from tetrarch.config.cli import (
     read_command_line,
     read_keywords,
 )
+from tetrarch.config.spellings import FLAGS, VARIABLES, Spelling
 from tetrarch.core.errors import LaunchErrors
+from tetrarch.core.knob import KnobField, knobs
 
 
 def refused(*argv: str, **environ: str) -> list[str]:
@@ -176,6 +178,65 @@ def test_an_unknown_keyword_is_an_error_with_the_nearest_name() -> None:
     unknown, malformed = caught.value.errors
     assert unknown.fix == "did you mean page_size?"
     assert "port: '80'" in malformed.what
+
+
+def two_values(field: KnobField) -> tuple[str, str]:
+    """Two texts that a setting understands, and that mean different things."""
+    if field.knob.choices:
+        words = (*field.knob.choices, *field.knob.refused)
+        return words[0], (*words, "auto")[1]
+    if field.kind in (int, float):
+        low, high = field.knob.at_least or 0, field.knob.at_most
+        first = f"{low:g}"
+        return first, "auto" if high == low else f"{low + 1 if high is None else high:g}"
+    return ("on", "off") if field.kind is bool else ("some", "other")
+
+
+PAIRS = [
+    (flag, variable)
+    for flag in FLAGS.values()
+    for variable in VARIABLES.values()
+    if flag.field is variable.field
+]
+
+
+def contradiction(flag: Spelling, variable: Spelling) -> tuple[list[str], dict[str, str]]:
+    """Return a command line and an environment that set one setting to two values."""
+    values = two_values(flag.field)
+    said = flag.means or (values[0] if flag.field.kind is not bool else "on")
+    text = next(each for each in values if each != said)
+    if variable.means is not None:  # a switch: it stands for one value, so the flag takes another
+        said, text = next(each for each in values if each != variable.means), "1"
+    takes_none = flag.means is not None or flag.field.kind is bool
+    return [flag.name] if takes_none else [f"{flag.name}={said}"], {variable.name: text}
+
+
+@pytest.mark.parametrize(
+    ("flag", "variable"), PAIRS, ids=[f"{flag.name} {other.name}" for flag, other in PAIRS]
+)
+def test_a_flag_and_a_variable_that_disagree_are_refused_whatever_they_set(
+    flag: Spelling, variable: Spelling
+) -> None:
+    argv, environ = contradiction(flag, variable)
+    (error,) = refused(*argv, **environ)
+    assert flag.name in error
+    assert variable.name in error
+    assert f"both set {flag.field.name}" in error
+
+
+def test_every_setting_is_contradicted() -> None:
+    own = {(flag.name, variable.name) for flag, variable in PAIRS}
+    assert {(field.flag, field.env) for field in knobs(LaunchArgs)} <= own
+
+
+@pytest.mark.parametrize("field", knobs(LaunchArgs), ids=lambda field: field.name)
+def test_a_flag_and_a_variable_that_agree_are_fine(field: KnobField) -> None:
+    """Negative control: it is the values that disagree, not the spellings."""
+    for text in two_values(field):
+        name = field.flag.replace("--", "--no-") if text == "off" else field.flag
+        is_switch = field.kind is bool
+        args = parse_args([name] if is_switch else [f"{name}={text}"], {field.env: text})
+        assert vars(args)[field.name] == field.parse(text, spelling=field.flag)
 
 
 def test_keywords_must_agree_with_the_environment() -> None:

@@ -164,3 +164,46 @@ def test_two_files_that_contradict_each_other_are_refused() -> None:
     config = quantized(quant_method="modelopt", quant_algo="FP8")
     with pytest.raises(CheckpointError, match="name different quantizations"):
         recognise(config, hf_quant(quant_algo="NVFP4"))
+
+
+@pytest.mark.parametrize("value", ["text", 5, [1], True])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("modelopt", ("quantization",)),
+        ("modelopt", ("config_groups",)),
+        ("modelopt", ("config_groups", "group_0")),
+        ("modelopt", ("config_groups", "group_0", "weights")),
+        ("modelopt", ("kv_cache_scheme",)),
+        ("modelopt", ("ignore",)),
+        ("fp8", ("modules_to_not_convert",)),
+        ("compressed-tensors", ("config_groups",)),
+        ("compressed-tensors", ("config_groups", "group_0")),
+        ("compressed-tensors", ("config_groups", "group_0", "weights")),
+        ("compressed-tensors", ("config_groups", "group_0", "input_activations")),
+        ("compressed-tensors", ("kv_cache_scheme",)),
+        ("compressed-tensors", ("ignore",)),
+    ],
+)
+def test_a_field_of_another_kind_is_named(method: str, path: tuple[str, ...], value: Any) -> None:
+    section: dict[str, Any] = {
+        "quant_method": method,
+        "quant_algo": "NVFP4",
+        "format": "nvfp4-pack-quantized",
+        "weight_block_size": [128, 128],
+    }
+    holder = section
+    for name in path[:-1]:
+        holder = holder.setdefault(name, {})
+    holder[path[-1]] = value
+    with pytest.raises(CheckpointError, match=f"the checkpoint's {path[-1]} is"):
+        recognise({"quantization_config": section}, None)
+
+
+@pytest.mark.parametrize("value", ["text", 5, [1], True])
+def test_a_quantization_that_is_no_object_is_named(value: Any) -> None:
+    for name in ("quantization_config", "compression_config"):
+        with pytest.raises(CheckpointError, match=name):
+            recognise({name: value}, None)
+    with pytest.raises(CheckpointError, match="quantization"):
+        recognise({}, {"quantization": value})

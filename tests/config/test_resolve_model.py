@@ -90,12 +90,14 @@ def test_the_door_is_as_asked(settle: Callable[..., Plan], tmp_path: Path) -> No
         incremental_streaming_output=True,
         allow_auto_truncate=True,
         stream_interval=4,
+        max_body_bytes=1000,
     ).serve
     assert (serve.host, serve.port, serve.log_level) == ("127.0.0.1", 1, "debug")
     assert serve.chat_template == str(template)
     assert serve.incremental_streaming
     assert serve.allow_auto_truncate
     assert serve.stream_interval == 4
+    assert serve.max_body_bytes == 1000
 
 
 @pytest.mark.parametrize(
@@ -107,6 +109,19 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     (error,) = refusals(**setting)
     assert words in error.what
+
+
+def test_an_end_token_outside_the_vocabulary_is_refused(
+    refusals: Callable[..., list[TetrarchError]],
+    settle: Callable[..., Plan],
+    checkpoint: Callable[..., Checkpoint],
+    facts: ModelFacts,
+) -> None:
+    last = facts.vocab_size - 1
+    assert settle(source=checkpoint(end_ids=frozenset({0, last})))
+    (error,) = refusals(source=checkpoint(end_ids=frozenset({0, last + 1})))
+    assert str(last + 1) in error.what
+    assert "eos_token_id" in error.what
 
 
 def test_an_update_may_read_any_folder_while_only_this_machine_can_ask(

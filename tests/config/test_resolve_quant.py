@@ -8,10 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from tetrarch.config.checkpoint import Checkpoint
 from tetrarch.config.plan import ModelFacts, Plan
-from tetrarch.core.errors import TetrarchError
+from tetrarch.core.errors import ConfigError, LaunchErrors, TetrarchError
+from tetrarch.numerics import nvfp4
 from tetrarch.numerics.contract import WEIGHT_RECIPE, Recipe, SourceFormat
 
 BF16, FP16, FP32 = SourceFormat.BF16, SourceFormat.FP16, SourceFormat.FP32
@@ -200,6 +202,34 @@ def test_another_factor_misleads_four_over_six(
     (error,) = refusals(**online, fc2_input_scale=1.0)
     assert "ranks the two candidates wrongly" in error.why
     assert settle(**online, fc2_input_scale=1 / 2688).quant.activation_recipe == Recipe()
+
+
+FACTORS = (1.0, 0.5, 1e-6, 1 / 2688, 1 / 1536, 1 / 2688 * 1.000002, 1 / 1536 * 0.999998)
+
+
+@pytest.mark.parametrize("e4m3_max", ["448", "256"])
+@pytest.mark.parametrize("factor", FACTORS)
+def test_a_factor_that_a_forward_would_refuse_is_refused_at_launch(
+    settle: Callable[..., Plan], factor: float, e4m3_max: str
+) -> None:
+    said = {"quantization": "nvfp4_online", "four_over_six": True, "fc2_input_scale": factor}
+
+    def launch() -> bool:
+        try:
+            settle(**said, four_over_six_e4m3_max=e4m3_max)
+        except LaunchErrors:
+            return False
+        return True
+
+    def forward() -> bool:
+        recipe = Recipe(int(e4m3_max), "mae", half_error=False)
+        try:
+            nvfp4.fake_quant_per_token(torch.ones(1, 16), factor=factor, recipe=recipe)
+        except ConfigError:
+            return False
+        return True
+
+    assert launch() is forward() is (factor == 1 / (6 * int(e4m3_max)))
 
 
 @pytest.mark.parametrize(

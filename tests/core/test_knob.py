@@ -36,6 +36,16 @@ def knob(name: str) -> KnobField:
     return KNOBS[name]
 
 
+@pytest.mark.parametrize("text", ["", "  "])
+@pytest.mark.parametrize("name", ["name", "key"])
+def test_an_empty_text_is_no_value(name: str, text: str) -> None:
+    """`--key "$KEY"` where KEY is not set must not open the door."""
+    with pytest.raises(ConfigError, match="non-empty"):
+        knob(name).parse(text, spelling=f"--{name}")
+    with pytest.raises(ConfigError, match="non-empty"):
+        knob(name).check(text, spelling=name)
+
+
 def test_flag_and_variable_follow_from_the_name() -> None:
     @dataclass(frozen=True)
     class One:

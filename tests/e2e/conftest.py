@@ -29,9 +29,9 @@ START_S = 90
 class RunningServer:
     """A server process, and a client that knows its key."""
 
-    def __init__(self, log: Path, *flags: str) -> None:
+    def __init__(self, log: Path, *flags: str, entry: tuple[str, ...] = ("-m", "tetrarch")) -> None:
         self.log = log
-        command = [sys.executable, "-m", "tetrarch", "serve", "--port", "0", *SMALL, *flags]
+        command = [sys.executable, *entry, "serve", "--port", "0", *SMALL, *flags]
         with log.open("wb") as sink:
             self.process = subprocess.Popen(command, stdout=sink, stderr=sink)
         try:
@@ -94,6 +94,14 @@ class RunningServer:
         if self.process.poll() is None:
             self.stop()
 
+    def kill(self) -> None:
+        """Leave nothing behind, whatever state it is in."""
+        self.http.close()
+        if self.process.poll() is None:
+            self.engine.kill()
+            self.process.kill()
+            self.process.wait()
+
 
 @pytest.fixture(scope="session", autouse=True)
 def calm() -> None:
@@ -116,6 +124,18 @@ def own_server(tmp_path: Path) -> Iterator[RunningServer]:
     server = RunningServer(tmp_path / "log")
     yield server
     server.end()
+
+
+@pytest.fixture
+def hasty_server(tmp_path: Path) -> Iterator[RunningServer]:
+    """The test's own; it lets requests run for half a second once it is told to stop."""
+    entry = (
+        "import sys; from tetrarch.__main__ import main; from tetrarch.serve import life; "
+        "life.GRACE_S = 0.5; sys.exit(main())"
+    )
+    server = RunningServer(tmp_path / "log", "--log-level", "warning", entry=("-c", entry))
+    yield server
+    server.kill()
 
 
 class TrainedServer(RunningServer):

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -93,3 +95,13 @@ def test_progress_is_told_a_few_times_and_always_to_the_end(ends: tuple[Parent, 
     assert len(heard) < 20
     assert (heard[0].done, heard[0].total) == (0, 1000)
     assert (heard[-1].done, heard[-1].finished) == (1000, True)
+
+
+def test_a_parent_that_ends_before_it_has_said_anything_is_no_error() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-P", "-m", "tetrarch.engine.child"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -150,9 +151,55 @@ def test_a_defect_in_a_step_ends_the_process_and_the_wait(plan: Plan) -> None:
         assert time.monotonic() - began < 5.0
 
 
+# `nohup` and some CI runners ignore a hang-up, which children inherit: the script must not.
+def test_an_engine_that_hears_nothing_is_killed_after_a_while(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped process reads nothing; an interrupted wait must end it all the same."""
+    monkeypatch.setattr("tetrarch.engine.process._GRACE_S", 0.5)
+    process = EngineProcess(plan)
+    process.wait_ready()
+    os.kill(process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    process.close()
+    assert 0.5 <= time.monotonic() - began < 2.0
+    assert process.exit_code == -signal.SIGKILL
+
+
+def test_a_wait_for_an_engine_that_is_cut_short_kills_it(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = EngineProcess(plan)
+    process.wait_ready()
+    os.kill(process.pid, signal.SIGSTOP)
+    threading.Timer(0.3, signal.raise_signal, (signal.SIGINT,)).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        process.close()
+    assert time.monotonic() - began < 2.0
+    assert not is_alive(process.pid)
+
+
+def test_an_engine_that_still_loads_is_not_waited_for_and_ignores_the_group(
+    plan: Plan, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C reaches the whole group, and the child imports for seconds."""
+    process = EngineProcess(plan)
+    for _ in range(5):  # at any moment of the imports
+        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, signal.SIGTERM)
+        time.sleep(0.1)
+    assert process.exit_code is None
+    began = time.monotonic()
+    process.close()
+    assert time.monotonic() - began < 1.0
+    assert "Traceback" not in capfd.readouterr().err
+
+
 SCRIPT = """
-import pickle, sys, time
+import pickle, signal, sys, time
 from tetrarch.engine.process import EngineProcess
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 process = EngineProcess(pickle.load(open(sys.argv[1], "rb")))
 process.wait_ready()
 print(process.pid, process.inbound.last_endpoint.decode(), flush=True)

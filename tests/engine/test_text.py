@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,59 @@ def test_a_template_that_raises_is_the_clients_error(demo_path: Path, tmp_path: 
     tokenizer = load_tokenizer(str(demo_path), chat_template=str(file))
     with pytest.raises(RequestError, match="roles must alternate"):
         tokenizer.encode_chat(CHAT)
+
+
+def test_a_template_that_is_none_is_refused_when_it_is_loaded(
+    demo_path: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "cut.jinja"
+    file.write_text("{{ bos_token }}\n{% if messages %}")
+    with pytest.raises(ConfigError, match=r"cut\.jinja is damaged(.|\n)*line 2"):
+        load_tokenizer(str(demo_path), chat_template=str(file))
+    file.write_text("{{ raise_exception('the system speaks first') }}")
+    assert load_tokenizer(str(demo_path), chat_template=str(file)), "it may want other messages"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("tokenizer.json", {"model": None}, "ModelUntagged"),
+        ("tokenizer.json", {"added_tokens": 5}, "TypeError"),
+        ("tokenizer_config.json", {"tokenizer_class": 5}, "AttributeError"),
+        ("tokenizer_config.json", {"chat_template": 5}, "its chat template is 5"),
+        ("special_tokens_map.json", [1], "AttributeError"),
+    ],
+)
+def test_whatever_transformers_stumbles_over_is_a_damaged_checkpoint(
+    demo_path: Path, tmp_path: Path, file: str, content: Any, words: str
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_path / name, tmp_path)
+    if (tmp_path / file).exists():
+        content = json.loads((tmp_path / file).read_text()) | content
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="cannot load a tokenizer") as caught:
+        load_tokenizer(str(tmp_path))
+    assert words in caught.value.why
+
+
+def test_files_without_a_vocabulary_are_no_tokenizer(demo_path: Path, tmp_path: Path) -> None:
+    """Without tokenizer.json transformers makes up an empty one for the model's type."""
+    shutil.copy(demo_path / "config.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="there is no vocabulary"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_code_of_a_checkpoint_is_not_run(demo_path: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_path / name, tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text("raise SystemExit('run')")
+    with pytest.raises(CheckpointError, match="custom code"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_model_without_template_says_so(fallback_tokenizer: Tokenizer) -> None:

@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tetrarch.core.errors import RequestError
-from tetrarch.engine.validation import model_end_ids
 
 Make = Callable[..., Any]
 
@@ -51,13 +49,3 @@ def test_a_prompt_over_the_limit_is_told_both_numbers(make_bench: Make) -> None:
         make_bench().add("a", [3] * 200)
     with pytest.raises(RequestError, match=r"100 tokens.*31(.|\n)*KV cache 32"):
         make_bench(pages=8).add("a", [3] * 100)
-
-
-def test_end_tokens_come_from_every_file_that_names_them(tmp_path: Path) -> None:
-    assert model_end_ids(str(tmp_path)) == frozenset()
-    (tmp_path / "config.json").write_text('{"eos_token_id": 5, "text_config": {"eos_token_id": 6}}')
-    assert model_end_ids(str(tmp_path)) == {5, 6}
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
-    assert model_end_ids(str(tmp_path)) == {5, 6, 7, 8}
-    (tmp_path / "config.json").write_text('{"eos_token_id": null, "text_config": null}')
-    assert model_end_ids(str(tmp_path)) == {7, 8}

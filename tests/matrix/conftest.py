@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,38 +19,34 @@ from tetrarch.config.resolve import resolve
 from tetrarch.core.errors import LaunchErrors
 from tetrarch.numerics.contract import SourceFormat
 
-FACTS = ModelFacts(
-    model_type="qwen3_moe",
-    architectures=("Qwen3MoeForCausalLM",),
-    num_layers=4,
-    num_moe_layers=4,
-    num_experts=8,
-    top_k=2,
-    hidden_size=256,
-    expert_hidden_size=256,
-    expert_intermediate_size=128,
-    vocab_size=1024,
-    context_len=2048,
-    num_dense_params=10_000,
-    num_expert_params=100_000,
-    kv_elements_per_token=1024,
-    num_mtp_layers=0,
-)
+FAKES = (Arch.SM80, Arch.SM90, Arch.SM100, Arch.SM103, Arch.SM120, Arch.CPU)
+
+
+@pytest.fixture(params=FAKES)
+def arch(request: pytest.FixtureRequest) -> Arch:
+    """Each architecture that their matrix tells apart."""
+    return request.param
 
 
 @pytest.fixture(scope="session")
-def launch() -> Callable[..., Plan]:
+def device_of() -> Callable[[Arch], Device]:
+    """Return a maker of fake devices."""
+    return _device
+
+
+@pytest.fixture(scope="session")
+def launch(demo_facts: ModelFacts) -> Callable[..., Plan]:
     """Return a launcher: architecture, source format, settings as keywords → plan."""
-    return _launch
+    return partial(_launch, demo_facts)
 
 
 @pytest.fixture(scope="session")
-def refused() -> Callable[..., list[str]]:
+def refused(launch: Callable[..., Plan]) -> Callable[..., list[str]]:
     """Return what a launch is refused for, as text."""
 
     def run(arch: Arch, source: SourceFormat, **settings: Any) -> list[str]:
         with pytest.raises(LaunchErrors) as caught:
-            _launch(arch, source, **settings)
+            launch(arch, source, **settings)
         for error in caught.value.errors:
             assert error.why
             assert error.fix
@@ -59,6 +56,7 @@ def refused() -> Callable[..., list[str]]:
 
 
 def _launch(
+    facts: ModelFacts,
     arch: Arch,
     source: SourceFormat,
     *,
@@ -78,14 +76,16 @@ def _launch(
         kv_quant=None,
         weights=WeightScan(),
     )
-    facts = replace(FACTS, **(sizes or {}))
-    is_cpu = arch is Arch.CPU
-    device = Device(
+    args = LaunchArgs(**({"model": "m"} | settings))
+    return resolve(args, checkpoint, replace(facts, **(sizes or {})), _device(arch))
+
+
+def _device(arch: Arch) -> Device:
+    return Device(
         arch=arch,
         name="fake",
-        torch_device="cpu" if is_cpu else "cuda",
+        torch_device="cpu" if arch is Arch.CPU else "cuda",
         num_devices=1,
         memory_bytes=1 << 36,
         physical_cores=8,
     )
-    return resolve(LaunchArgs(**({"model": "m"} | settings)), checkpoint, facts, device)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's start-up matrix, row by row, on fake hardware.
 
-Every row that names a contract, a runner or a dispatcher of ours is here: what it does there is
-the test's id, what we do is asserted. Where they fail at load, at the first batch or by a bare
-assertion, we refuse at the door; where they change a setting silently, a decision says so.
+Every row that names a contract, a runner or a dispatcher of ours is here, or, where it is about a
+flag or a variable, in test_upstream_commands.py. What it does there is the test's id, what we do
+is asserted. Where they fail at load, at the first batch or by a bare assertion, we refuse at the
+door; where they change a setting silently, a decision says so.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from tetrarch.numerics.contract import SourceFormat
 
 BF16, BLOCK, FP8 = SourceFormat.BF16, SourceFormat.FP8_BLOCK, SourceFormat.FP8_TENSOR
 NVFP4, COMPRESSED = SourceFormat.NVFP4_MODELOPT, SourceFormat.NVFP4_COMPRESSED
-FAKES = [Arch.SM80, Arch.SM90, Arch.SM100, Arch.SM103, Arch.SM120, Arch.CPU]
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,15 @@ QUANTIZATION = [
         NVFP4,
         fake={"input_scales": False},
         contract="modelopt_fp4/bf16",
+    ),
+    *(
+        Case(
+            f"none, checkpoint {source} -> ValueError about the mismatch",
+            {"quantization": "none"},
+            source,
+            words=("NVFP4 already", "--quantization modelopt_fp4"),
+        )
+        for source in (NVFP4, COMPRESSED)
     ),
     Case("modelopt_fp4 <= modelopt", MODELOPT, NVFP4, contract=STATIC),
     Case("modelopt_fp4 <= fp8", MODELOPT, BLOCK, contract=STATIC),
@@ -258,7 +267,6 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("arch", FAKES)
 @pytest.mark.parametrize(
     "case", [*QUANTIZATION, *RUNNERS, *A2A, *OTHERS], ids=lambda case: case.theirs
 )

@@ -101,8 +101,6 @@ def test_a_fused_stack_is_split_as_gpt_oss_wrote_it(tiny_checkpoint: Callable[..
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("model.layers.61.eh_proj.weight", Ignored.MTP),
-        ("model.layers.61.mlp.experts.3.gate_proj.weight", Ignored.MTP),
         ("mtp.layers.0.mlp.experts.3.up_proj.weight", Ignored.MTP),
         ("model.layers.7.self_attn.rotary_emb.inv_freq", Ignored.ROTARY),
     ],
@@ -114,6 +112,44 @@ def test_known_names_without_a_place_are_listed(
     plan.resolve("model.layers.60.mlp.experts.3.gate_proj.weight")  # learn the template first
     assert plan.resolve(name) is None
     assert plan.ignored(name) is kind
+
+
+DRAFT = "model.layers.4"  # the tiny models have layers 0 to 3
+MARKS = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite"])
+@pytest.mark.parametrize("mark", MARKS)
+def test_a_numbered_draft_layer_is_known_by_its_mark(
+    tiny: ModuleType, family: str, mark: str
+) -> None:
+    plan = NamePlan(on_meta(tiny.tiny_config(family, num_nextn_predict_layers=1)))
+    rest = (f"{DRAFT}.mlp.experts.3.gate_proj.weight", f"{DRAFT}.input_layernorm.weight")
+    drafts = plan.draft_layers([*rest, f"{DRAFT}.{mark}"])
+    assert drafts == {4}
+    assert {plan.ignored(name, drafts=drafts) for name in rest} == {Ignored.MTP}
+    assert plan.ignored("model.layers.3.input_layernorm.weight", drafts=drafts) is None
+    assert plan.draft_layers(rest) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("family", "announced", "layer"),
+    [
+        ("qwen3_moe", 1, 4),  # its drafts are named mtp.*
+        ("deepseek_v3", 0, 4),
+        ("deepseek_v3", 1, 5),
+        ("deepseek_v3", 1, 3),
+        ("glm4_moe", 2, 6),
+    ],
+)
+def test_a_layer_past_the_models_own_is_no_draft_unless_family_and_config_say_so(
+    tiny: ModuleType, family: str, announced: int, layer: int
+) -> None:
+    plan = NamePlan(on_meta(tiny.tiny_config(family, num_nextn_predict_layers=announced)))
+    marked = [f"model.layers.{layer}.{mark}" for mark in MARKS]
+    assert plan.draft_layers(marked) == frozenset()
+    with pytest.raises(CheckpointError, match="eh_proj"):
+        plan.resolve(marked[0])
 
 
 def test_a_tied_head_is_a_second_copy(tiny: ModuleType) -> None:

@@ -154,6 +154,15 @@ def test_a_golden_payload_is_read(
     check_same(decode_payload(replay(name), load_format), NAMED)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says so where there is no CUDA")
+@pytest.mark.parametrize("name", ["cuda_pairs", "cuda_bucket", "cuda_ranks"])
+def test_a_golden_payload_of_cuda_tensors_is_read_as_far_as_their_device(name: str) -> None:
+    """SGLang's own CUDA rebuild function is admitted; what is missing here is CUDA."""
+    load_format = "flattened_bucket" if name == "cuda_bucket" else None
+    with pytest.raises(RequestError, match="this server runs on a CPU"):
+        decode_payload((GOLDEN / f"{name}.pkl").read_bytes(), load_format)
+
+
 def test_a_living_trainer_is_read_and_may_go() -> None:
     """Tensors outlive their sender, and its shared memory goes when its own tensors go.
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,7 +21,8 @@ from tetrarch.core.errors import CheckpointError
 from tetrarch.models.build import Model, build_model
 from tetrarch.models.names import DenseDestination, Destination, ExpertDestination
 from tetrarch.models.placement import place
-from tetrarch.models.sources import TensorHeader, TensorSource
+from tetrarch.models.report import Unused
+from tetrarch.models.sources import TensorHeader, TensorSource, reading_order
 from tetrarch.numerics.contract import Activations, Quantization
 
 Tensors = dict[str, Tensor]
@@ -68,6 +70,13 @@ def mxfp4(tensors: Tensors) -> None:
 def mxfp8(tensors: Tensors) -> None:
     tensors[UP] = tensors[UP].to(torch.float8_e4m3fn)
     tensors[f"{UP}_scale"] = torch.zeros(160, 5, dtype=torch.uint8)
+
+
+def only_mxfp4(tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.startswith(LAYER)]:
+        rows, columns = tensors.pop(name).shape
+        tensors[f"{name}_packed"] = torch.zeros(rows, columns // 2, dtype=torch.uint8)
+        tensors[f"{name}_scale"] = torch.zeros(rows, columns // 32, dtype=torch.uint8)
 
 
 def half(tensors: Tensors) -> None:
@@ -129,7 +138,22 @@ CASES: dict[str, tuple[str, Callable[[Tensors], object], list[str]]] = {
     ),
     "experts also stacked": ("fp32", stack, ["given twice", f"{LAYER}.gate_up_proj"]),
     "MXFP4": ("fp32", mxfp4, ["2 refused", "MXFP4", f"{LAYER}.gate_up_proj_blocks"]),
-    "MXFP8": ("fp32", mxfp8, ["1 missing, 1 refused", "MXFP8", UP]),
+    "MXFP8": ("fp32", mxfp8, ["model: 1 refused\n", "MXFP8", UP]),
+    "a matrix of whole numbers": (
+        "fp32",
+        lambda t: t.update({UP: t[UP].int()}),
+        ["model: 1 refused\n", UP, "int32"],
+    ),
+    "a norm of whole numbers": (
+        "fp32",
+        lambda t: t.update({NORM: t[NORM].int()}),
+        ["model: 1 refused\n", NORM, "int32"],
+    ),
+    "all of a layer's experts are MXFP4": (
+        "fp32",
+        lambda t: only_mxfp4(t),
+        ["model: 12 refused\n", "MXFP4", "E8M0"],
+    ),
     "one matrix in another format": (
         "fp32",
         half,
@@ -165,6 +189,22 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(
         lab.fill(model, TensorSource(tensors), plan)
     assert [word for word in words if word not in str(caught.value)] == []
     assert lab.bits(model) == before
+
+
+def test_a_model_whose_experts_are_all_mxfp4_misses_none(lab: Any) -> None:
+    """As GPT-OSS is published: two tensors stand for one stack of matrices."""
+    path = lab.tiny("gpt_oss")
+    tensors = load_file(path / "model.safetensors")
+    stacks = [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]
+    for name in stacks:
+        rows, columns = tensors.pop(name).shape[-2:]
+        tensors[f"{name}_blocks"] = torch.zeros(8, columns, rows // 32, 16, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.zeros(8, columns, rows // 32, dtype=torch.uint8)
+    plan = lab.plan(path)
+    with pytest.raises(CheckpointError) as caught:
+        place(build_model(plan), TensorSource(tensors), plan.quant)
+    assert caught.value.what.endswith(f"model: {2 * len(stacks)} refused")
+    assert caught.value.fix.startswith("convert the experts")
 
 
 def test_every_kind_of_fault_is_told_at_once_with_ten_names_of_each(
@@ -250,6 +290,7 @@ def test_a_place_that_cannot_be_filled_is_refused(
     for part in ("weight", "weight_scale", "weight_scale_2"):
         tensors[name.replace("weight", part)] = tensors[UP.replace("weight", part)]
     names: Any = SimpleNamespace(
+        draft_layers=model.names.draft_layers,
         ignored=model.names.ignored,
         resolve=lambda asked: to if asked == name else model.names.resolve(asked),
     )
@@ -257,6 +298,36 @@ def test_a_place_that_cannot_be_filled_is_refused(
         place(replace(model, names=names), TensorSource(tensors), plan.quant)
     assert words in str(caught.value)
     assert name in caught.value.why
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "minimax_m2"])
+def test_a_configuration_with_a_layer_too_few_is_refused_though_it_announces_a_draft(
+    lab: Any, family: str, tmp_path: Path
+) -> None:
+    """The layer too many is not taken for the draft."""
+    path = lab.tiny(family)
+    config = json.loads((path / "config.json").read_text())
+    fewer = config["num_hidden_layers"] - 1
+    config |= {"num_hidden_layers": fewer, "num_nextn_predict_layers": 1}
+    config.pop("layer_types", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = lab.plan(tmp_path)
+    source = TensorSource(load_file(path / "model.safetensors"))
+    with pytest.raises(CheckpointError, match="unexpected") as caught:
+        place(build_model(plan), source, plan.quant)
+    assert f"model.layers.{fewer}." in caught.value.why
+    assert "missing" not in caught.value.what
+
+
+def test_a_numbered_draft_layer_is_left_out_and_listed(lab: Any) -> None:
+    path = lab.tiny("deepseek_v3")
+    tensors = load_file(path / "model.safetensors")
+    last, draft = "model.layers.3.", "model.layers.4."
+    copies = {draft + name.removeprefix(last): t for name, t in tensors.items() if last in name}
+    copies |= {f"{draft}eh_proj.weight": torch.zeros(64, 128)}
+    plan = lab.plan(path)
+    placed = place(build_model(plan), TensorSource(tensors | copies), plan.quant)
+    assert placed.unused == {Unused.MTP: tuple(reading_order(copies))}
 
 
 class Headers:

@@ -119,7 +119,30 @@ def test_a_layers_experts_and_a_weights_parts_are_neighbours() -> None:
         (lambda f: (f / SHARDS[1]).write_bytes(b"\xff" * 64), [SHARDS[1], "is damaged"]),
         (lambda f: (f / SHARDS[1]).write_text("version https://git-lfs"), [SHARDS[1], "damaged"]),
         (lambda f: (f / INDEX).unlink(), ["no safetensors weights"]),
-        (lambda f: (f / INDEX).write_text("{"), [INDEX, "is damaged"]),
+        (lambda f: (f / INDEX).write_text("{"), [INDEX, "cannot be read"]),
+        (lambda f: (f / INDEX).write_bytes(b"\xff\xff"), [INDEX, "cannot be read"]),
+        (lambda f: (f / INDEX).write_text("[" * 100_000), [INDEX, "cannot be read"]),
+        (lambda f: (f / INDEX).write_text("[]"), [INDEX, "is not a JSON object"]),
+        (lambda f: (f / INDEX).write_text("{}"), [INDEX, "no weight_map"]),
+        (
+            lambda f: edit_index(f, lambda index: index.update({"layers.1.up.weight": 5})),
+            [INDEX, "layers.1.up.weight into 5"],
+        ),
+        *(
+            (
+                lambda f, to=to: edit_index(f, lambda index: index.update({"layers.0.x": to})),
+                [INDEX, f"layers.0.x into {to}", "outside the folder"],
+            )
+            for to in ("../other.safetensors", "/tmp/other.safetensors", f"a/{SHARDS[0]}", "..")
+        ),
+        (
+            lambda f: ((f / SHARDS[1]).unlink(), (f / SHARDS[1]).symlink_to("nowhere")),
+            [SHARDS[1], "is missing", "a link that leads nowhere"],
+        ),
+        (
+            lambda f: ((f / SHARDS[1]).unlink(), (f / SHARDS[1]).mkdir()),
+            [SHARDS[1], "is missing"],
+        ),
         (lambda f: (f / INDEX).write_text('{"weight_map": []}'), [INDEX, "is damaged"]),
         (
             lambda f: edit_index(f, lambda index: index.update({"layers.99.x": SHARDS[0]})),

@@ -30,8 +30,8 @@ def _row(*values: float) -> torch.Tensor:
 def test_the_largest_of_a_block_becomes_six() -> None:
     numbers, scales = quantize(_row(12.0, -6.0, 3.0), ONE, recipe=None)
     assert scales.item() == 2.0
-    assert numbers[0, :3].tolist() == [6.0, -3.0, 1.5]
-    assert scaled(numbers, scales)[0, :3].tolist() == [12.0, -6.0, 3.0]
+    assert numbers[0, 0, :3].tolist() == [6.0, -3.0, 1.5]
+    assert scaled(numbers.flatten(1), scales[..., 0])[0, :3].tolist() == [12.0, -6.0, 3.0]
 
 
 def test_ties_go_to_the_even_code() -> None:
@@ -39,23 +39,23 @@ def test_ties_go_to_the_even_code() -> None:
     numbers, scales = quantize(_row(6.0, *midpoints, *(-m for m in midpoints)), ONE, recipe=None)
     expected = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
     assert scales.item() == 1.0
-    assert numbers[0, 1:8].tolist() == expected
-    assert numbers[0, 8:15].tolist() == [-value for value in expected]
-    assert math.copysign(1.0, numbers[0, 8].item()) == -1.0  # a negative that rounds to zero
+    assert numbers[0, 0, 1:8].tolist() == expected
+    assert numbers[0, 0, 8:15].tolist() == [-value for value in expected]
+    assert math.copysign(1.0, numbers[0, 0, 8].item()) == -1.0  # a negative that rounds to zero
 
 
 def test_a_block_whose_scale_underflows_saturates_and_decodes_to_zero() -> None:
     numbers, scales = quantize(_row(2.0**-14, -(2.0**-14)), ONE, recipe=None)
     assert scales.item() == 0.0
-    assert numbers[0, :2].tolist() == [6.0, -6.0]
-    assert not scaled(numbers, scales).any()
+    assert numbers[0, 0, :2].tolist() == [6.0, -6.0]
+    assert not (numbers * scales).any()
 
 
 def test_each_row_has_the_scale_of_its_own_largest() -> None:
     rows = torch.cat([_row(2688.0), _row(-1.0, 0.5), _row(0.0)])
     numbers, scales, token_scale = quantize_per_row(rows, 1 / 2688, recipe=None)
-    assert scales[:, 0].tolist() == [448.0, 448.0, 0.0]
-    assert numbers[:2, 0].tolist() == [6.0, -6.0]
+    assert scales.flatten().tolist() == [448.0, 448.0, 0.0]
+    assert numbers[:2, 0, 0].tolist() == [6.0, -6.0]
     assert token_scale[0].item() == 1.0
     assert token_scale[1].item() == pytest.approx(1 / 2688, rel=1e-7)
     assert token_scale[2].item() == 0.0
@@ -65,7 +65,7 @@ def test_nan_does_not_hide_the_largest_and_alone_makes_the_scale_nan() -> None:
     rows = torch.cat([_row(math.nan, 6.0), torch.full((1, BLOCK), math.nan)])
     numbers, scales = quantize(rows, ONE, recipe=None)
     assert scales[0].item() == 1.0
-    assert numbers[0, :2].tolist() == [6.0, 6.0]
+    assert numbers[0, 0, :2].tolist() == [6.0, 6.0]
     assert math.isnan(scales[1].item())
 
 

@@ -118,6 +118,21 @@ def test_per_token_alphas_are_the_global_scales(sglang: dict[str, Tensor]) -> No
     assert sglang["per_token.out_quantizer_gs_inv"].item() == np.float32(TOKEN_FACTOR)
 
 
+@pytest.mark.parametrize("case", ["static_1d", "static_2col", "ep_slice", "per_token"])
+def test_gate_and_up_have_alphas_of_their_own(sglang: dict[str, Tensor], case: str) -> None:
+    """SGLang's TensorRT-LLM runner keeps both columns; its CuTe DSL runner takes the gate's.
+
+    It multiplies by the input scale where we divide by what encodes: one unit in the last place.
+    """
+    encode_scale = sglang[f"{case}.out_used_input_scale"][0]
+    ours = alpha(sglang[f"{case}.w13_weight_scale_2"], encode_scale)
+    gate, up = sglang[f"{case}.g1_alphas"], sglang[f"{case}.g1_alphas_up"]
+    apart = ours.view(torch.int32) - torch.stack((gate, up), dim=1).view(torch.int32)
+    assert apart.abs().max() <= (0 if case == "per_token" else 1)
+    if case == "static_2col":  # elsewhere the columns are equal
+        assert ((up / gate).min() - 1).item() == pytest.approx(0.25, abs=1e-3)
+
+
 def test_the_moe_reference_scales_its_first_gemm_alike(golden: Path) -> None:
     moe = load_file(golden / "moe.safetensors")
     static = alpha(moe["w13_weight_scale_2"], moe["x_static.w13_input_scale_quant"])

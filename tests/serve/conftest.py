@@ -64,6 +64,7 @@ class ScriptedEngine:
         self.pause = False
         self.silent = False
         self.refuse_with: FinishReason | None = None
+        self.spared: set[str] = set()  # ids that `refuse_with` does not touch
         self.requests: list[GenerateRequest] = []
         self.aborts: list[Abort] = []
         self.actions: list[Any] = []
@@ -131,7 +132,7 @@ class ScriptedEngine:
         return [ControlReply(ticket=message.ticket, **self.reply)]
 
     def _add(self, request: GenerateRequest) -> list[Outbound]:
-        if self.refuse_with is not None:
+        if self.refuse_with is not None and request.rid not in self.spared:
             return [Delta(rid=request.rid, finish=self.refuse_with)]
         self._running[request.rid] = _Sequence(request, self)
         return []
@@ -295,27 +296,10 @@ def tokenizer(demo_path: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def plan() -> Plan:
-    """The demo model's plan, without asking transformers for the facts."""
-    facts = ModelFacts(
-        model_type="qwen3_moe",
-        architectures=("Qwen3MoeForCausalLM",),
-        num_layers=6,
-        num_moe_layers=6,
-        num_experts=8,
-        top_k=2,
-        hidden_size=256,
-        expert_hidden_size=256,
-        expert_intermediate_size=128,
-        vocab_size=VOCAB,
-        context_len=2048,
-        num_dense_params=1_720_320,
-        num_expert_params=4_718_592,
-        kv_elements_per_token=1536,
-        num_mtp_layers=1,
-    )
+def plan(demo_facts: ModelFacts) -> Plan:
+    """The demo model's plan."""
     reading = read_keywords({"context_length": 256}, environ={})
-    return plan_launch(reading, describe=lambda _: facts)
+    return plan_launch(reading, describe=lambda _: demo_facts)
 
 
 @pytest.fixture
@@ -354,6 +338,17 @@ def keyed_server(plan: Plan, tokenizer: Tokenizer) -> Iterator[ScriptedServer]:
     """With both keys."""
     keys = replace(plan.serve, api_key="open", admin_api_key="sesame")
     server = ScriptedServer(replace(plan, serve=keys), tokenizer)
+    server.make_ready()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def limited_server(plan: Plan, tokenizer: Tokenizer) -> Iterator[ScriptedServer]:
+    """Takes bodies of at most 1000 bytes."""
+    server = ScriptedServer(
+        replace(plan, serve=replace(plan.serve, max_body_bytes=1000)), tokenizer
+    )
     server.make_ready()
     yield server
     server.close()

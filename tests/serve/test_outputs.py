@@ -16,6 +16,8 @@ from tetrarch.engine.request import Delta, FinishReason, GenerateRequest, Sampli
 from tetrarch.executor.step import TokenLogprob
 from tetrarch.serve.outputs import Output
 
+ANSWER = "The answer is 42. It is 42!"
+
 if TYPE_CHECKING:
     from conftest import ScriptedServer
 
@@ -95,16 +97,63 @@ def test_a_queued_request_is_dropped_too(server: ScriptedServer) -> None:
     wait(lambda: server.engine.aborts[-1].rid == "gone")
 
 
-def test_a_failure_of_one_output_fails_and_frees_the_request(server: ScriptedServer) -> None:
-    server.engine.refuse_with = FinishReason(
-        kind="abort", message="logits are NaN", status=500, code="nan_logits"
-    )
-    reply = server.http.post("/generate", json={"text": ["a", "b"]})
-    server.engine.refuse_with = None
+NAN = FinishReason(kind="abort", message="logits are NaN", status=500, code="nan_logits")
+
+
+@pytest.fixture
+def failing(server: ScriptedServer) -> Iterator[ScriptedServer]:
+    """Every output fails but the second prompt's."""
+    server.engine.refuse_with, server.engine.spared = NAN, {"r_1"}
+    yield server
+    server.engine.refuse_with, server.engine.spared = None, set()
+    assert server.client.num_pending == 0
+
+
+@pytest.mark.parametrize("body", [{"text": "a"}, {"text": ["a", "b"]}])
+def test_a_request_whose_outputs_all_fail_does_so_with_one_line_in_the_log(
+    failing: ScriptedServer, body: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    reply = failing.http.post("/generate", json=body)
     assert reply.status_code == 500
     assert reply.json()["error"]["message"] == "logits are NaN"
     assert reply.json()["error"]["type"] == "nan_logits"
-    assert server.client.num_pending == 0
+    records = [record for record in caplog.records if record.name.startswith("tetrarch")]
+    assert [record.levelname for record in records] == ["WARNING"] * len(list(body["text"]))
+    assert not any(record.exc_info for record in records)
+
+
+def test_an_output_that_fails_leaves_the_rest_of_its_batch_alone(failing: ScriptedServer) -> None:
+    reply = failing.http.post("/generate", json={"text": ["a", "b", "c"], "rid": "r"})
+    assert reply.status_code == 200
+    first, second, third = reply.json()
+    assert second["text"] == ANSWER
+    assert second["meta_info"]["finish_reason"]["type"] == "stop"
+    for row in (first, third):
+        assert row["text"] == ""
+        assert row["meta_info"]["finish_reason"] == {
+            "type": "abort",
+            "message": "logits are NaN",
+            "status_code": 500,
+            "err_type": "nan_logits",
+        }
+
+
+def test_an_output_that_fails_leaves_the_rest_of_its_stream_alone(failing: ScriptedServer) -> None:
+    body = {"text": ["a", "b"], "rid": "r", "stream": True}
+    with failing.http.stream("POST", "/generate", json=body) as reply:
+        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    events = [json.loads(line) for line in lines[:-1]]
+    [failed] = [event for event in events if event["index"] == 0]
+    assert failed["meta_info"]["finish_reason"]["err_type"] == "nan_logits"
+    assert events[-1]["text"] == ANSWER
+
+
+def test_a_failed_choice_of_a_completion_says_abort(failing: ScriptedServer) -> None:
+    body = {"prompt": ["a", "b"], "rid": "r", "max_tokens": 64}
+    choices = failing.http.post("/v1/completions", json=body).json()["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["abort", "stop"]
+    assert choices[1]["text"] == ANSWER
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

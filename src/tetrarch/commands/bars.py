@@ -25,14 +25,16 @@ class Bars:
     """One bar at a time; on a terminal only, so that logs stay readable."""
 
     def __init__(self) -> None:
+        console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             TaskProgressColumn(),
             TextColumn("{task.fields[done]}"),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            console=console,
             transient=True,
+            disable=not console.is_terminal,  # else rich leaves an empty line in the log
         )
         self._task: TaskID | None = None
         self._unit, self._done, self._total = "", 0, 0

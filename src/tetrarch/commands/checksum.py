@@ -8,12 +8,10 @@ reports the same at /weights_checker.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-
 import torch
 
 from tetrarch.commands.bars import Bars
-from tetrarch.config.cli import LaunchParser, add_launch_arguments, read_command_line
+from tetrarch.config.cli import Reading
 from tetrarch.config.launch import plan_launch
 from tetrarch.config.plan import Plan
 from tetrarch.core.log import configure_logging
@@ -26,18 +24,15 @@ from tetrarch.models.load import load_weights
 from tetrarch.models.readback import checksums
 from tetrarch.models.sources import SafetensorsSource
 
-__all__ = ["main", "measure"]
+__all__ = ["measure", "run"]
 
 
-def main(argv: Sequence[str]) -> int:
+def run(reading: Reading) -> int:
     """Load, print JSON, and return the exit status.
 
     Raises:
         TetrarchError: What is wrong with the launch or the checkpoint.
     """
-    parser = LaunchParser(prog="tetrarch checksum", description=__doc__)
-    add_launch_arguments(parser)
-    reading = read_command_line(parser, argv)
     configure_logging(level="warning")
     plan = plan_launch(reading, describe=describe, fetch=fetch)
     with Bars() as bars:

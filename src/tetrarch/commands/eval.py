@@ -13,15 +13,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from tetrarch.commands.arithmetic.problems import Problem, Split, answer_of, eval_split
 from tetrarch.commands.bars import Bars
-from tetrarch.config.cli import LaunchParser, add_launch_arguments, read_command_line
+from tetrarch.config.cli import Reading
 from tetrarch.config.launch import plan_launch
 from tetrarch.config.plan import Plan
-from tetrarch.core.errors import ConfigError
 from tetrarch.core.log import configure_logging
 from tetrarch.core.progress import Progress
 from tetrarch.engine.request import SamplingParams
@@ -29,11 +27,9 @@ from tetrarch.llm import LLM, Logprobs
 from tetrarch.models.describe import describe
 from tetrarch.models.fetch import fetch
 
-__all__ = ["Score", "main", "measure"]
+__all__ = ["Score", "measure", "run"]
 
 _LONGEST_SOLUTION = 256  # tokens; the longest of 2,000 hard problems has 190
-_TASKS = ("arithmetic",)
-_EVALUATED = [str(split) for split in Split if split is not Split.TRAIN]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,30 +51,13 @@ class Score:
     tokens_per_s: float
 
 
-def main(argv: Sequence[str]) -> int:
+def run(reading: Reading) -> int:
     """Measure, print JSON, and return the exit status.
 
     Raises:
         TetrarchError: What is wrong with the launch.
     """
-    parser = LaunchParser(prog="tetrarch eval", description=__doc__)
-    parser.add_argument("task", choices=_TASKS, help="what to solve")
-    own = parser.add_argument_group("what to measure")
-    own.add_argument(
-        "--split",
-        choices=_EVALUATED,
-        default="test",
-        help="default test: unseen questions; comp: unseen operations; hard: larger numbers",
-    )
-    own.add_argument("--limit", type=int, default=100, help="problems to ask; default 100")
-    own.add_argument("--out", type=Path, help="also write the JSON here")
-    add_launch_arguments(parser)
-    reading = read_command_line(parser, argv)
     asked = reading.namespace
-    if asked.limit < 1:
-        raise ConfigError(
-            f"--limit {asked.limit}", why="at least one problem is needed", fix="--limit 100"
-        )
     configure_logging(level="warning")
     plan = plan_launch(reading, describe=describe, fetch=fetch)
     problems = list(islice(eval_split(Split(asked.split)), asked.limit))

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
 
 from tetrarch.config.args import GROUPS, LaunchArgs
-from tetrarch.config.cli import LaunchParser, add_launch_arguments, read_command_line
+from tetrarch.config.cli import Reading
 from tetrarch.config.estimate import estimate_memory
 from tetrarch.config.launch import plan_launch
 from tetrarch.config.ledger import ASKED
@@ -14,22 +15,22 @@ from tetrarch.config.plan import Decision, Plan
 from tetrarch.config.resolve_host import PROCESS_ENV
 from tetrarch.core.knob import KnobField, knobs
 from tetrarch.core.units import format_bytes
+from tetrarch.engine.text import load_tokenizer
 from tetrarch.models.describe import describe
 from tetrarch.models.fetch import fetch
 
-__all__ = ["main", "render"]
+__all__ = ["render", "run"]
 
 
-def main(argv: Sequence[str]) -> int:
+def run(reading: Reading) -> int:
     """Print the plan of a launch, and return the exit status.
 
     Raises:
         LaunchErrors: Everything that is wrong with this launch.
     """
-    parser = LaunchParser(prog="tetrarch explain", description=__doc__)
-    add_launch_arguments(parser)
-    reading = read_command_line(parser, argv)
     plan = plan_launch(reading, describe=describe, fetch=fetch)
+    if any(Path(plan.model.path).glob("*.safetensors")):  # else config.json alone is planned for
+        load_tokenizer(plan.model.tokenizer_path, chat_template=plan.serve.chat_template)
     print(render(plan, reading.args))
     return 0
 

@@ -5,46 +5,29 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from tetrarch.commands.bars import Bars
-from tetrarch.config.cli import LaunchParser, add_launch_arguments, read_command_line
+from tetrarch.config.cli import Reading
 from tetrarch.config.launch import plan_launch
-from tetrarch.core.errors import ConfigError
 from tetrarch.core.log import configure_logging
 from tetrarch.engine.sampling import parse_sampling
 from tetrarch.llm import LLM, Output
 from tetrarch.models.describe import describe
 from tetrarch.models.fetch import fetch
 
-__all__ = ["main"]
+__all__ = ["run"]
 
 
-def main(argv: Sequence[str]) -> int:
+def run(reading: Reading) -> int:
     """Generate, print, and return the exit status.
 
     Raises:
         TetrarchError: What is wrong with the launch or the request.
     """
-    parser = LaunchParser(prog="tetrarch generate", description=__doc__)
-    own = parser.add_argument_group("what to generate")
-    own.add_argument(
-        "--prompt", action="append", help="repeat it for several; - reads standard input"
-    )
-    own.add_argument("--raw", action="store_true", help="the prompt is plain text, not a question")
-    own.add_argument("--max-new-tokens", type=int, default=256, help="default 256")
-    own.add_argument("--temperature", type=float, default=0.0, help="default 0: the likeliest")
-    own.add_argument("--seed", type=int, default=None, help="fixes the draw above temperature 0")
-    own.add_argument("--n", type=int, default=1, help="outputs for each prompt; default 1")
-    own.add_argument("--json", action="store_true", help="one JSON object a line, with token ids")
-    add_launch_arguments(parser)
-    reading = read_command_line(parser, argv)
     asked = reading.namespace
-    if not asked.prompt:
-        raise ConfigError("no --prompt", why="there is nothing to say", fix='--prompt "Hello!"')
     configure_logging(level="warning")
     plan = plan_launch(reading, describe=describe, fetch=fetch)
     sampling = parse_sampling(

@@ -3,34 +3,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
 
 from tetrarch.commands.bars import Bars
-from tetrarch.config.cli import LaunchParser, add_launch_arguments, read_command_line
+from tetrarch.config.cli import Reading
 from tetrarch.config.launch import plan_launch
 from tetrarch.core.log import configure_logging, get_logger
 from tetrarch.models.describe import describe
 from tetrarch.models.fetch import fetch
 from tetrarch.serve.launch import serve
 
-__all__ = ["main"]
+__all__ = ["run"]
 
 _log = get_logger(__name__)
 
 
-def main(argv: Sequence[str]) -> int:
+def run(reading: Reading) -> int:
     """Serve, and return the exit status.
 
     Raises:
         TetrarchError: What is wrong with this launch, or what stopped the engine.
     """
-    parser = LaunchParser(prog="tetrarch serve", description=__doc__)
-    add_launch_arguments(parser)
-    reading = read_command_line(parser, argv)
     configure_logging(level=reading.args.log_level)
     plan = plan_launch(reading, describe=describe, fetch=fetch)
     for decision in plan.decisions:
         _log.info("%s = %s: %s", decision.field, decision.value, decision.why)
     with Bars() as bars:
-        serve(plan, progress=bars)
+        serve(plan, announce=_announce, progress=bars)
     return 0
+
+
+def _announce(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -60,6 +60,9 @@ class LaunchArgs(EngineArgs, ModelArgs):
     stream_interval: Annotated[
         int, Knob("Output tokens between two streamed pieces", unit="tokens", at_least=1)
     ] = 1
+    max_body_bytes: Annotated[
+        int, Knob("Largest request body that is read", unit="bytes", at_least=1)
+    ] = 1 << 26  # ten million token ids
     enable_metrics: Annotated[bool, Knob("Serve /metrics; it is always served")] = True
 
     device: Annotated[

@@ -3,19 +3,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from tetrarch.config.files import field_error, is_file, is_folder, object_in, read_object
 from tetrarch.config.formats import Declared, recognise
 from tetrarch.config.headers import WeightScan, scan_weights
+from tetrarch.config.sizes import check_sizes
 from tetrarch.core.errors import CheckpointError
 from tetrarch.numerics.contract import SourceFormat
 
-__all__ = ["Checkpoint", "demo_model_path", "read_checkpoint"]
+__all__ = ["Checkpoint", "demo_model_path", "read_checkpoint", "read_end_ids"]
 
 _PLAIN = {"BF16": SourceFormat.BF16, "F16": SourceFormat.FP16, "F32": SourceFormat.FP32}
 _NAMES = {
@@ -23,6 +24,8 @@ _NAMES = {
     SourceFormat.FP16: "float16",
     SourceFormat.FP32: "float32",
 }
+# Types of quantized weights, of which some exporters speak here; or no type at all.
+_FOR_OTHERS = ("float8_e4m3fn", "auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,7 @@ class Checkpoint:
         has_input_scales: Static activation scales are stored beside the weights.
         kv_quant: What the KV cache was calibrated for, or `None`.
         weights: The tensors, counted; zeros where the folder holds none.
+        end_ids: The tokens that end an output.
     """
 
     path: str
@@ -50,6 +54,7 @@ class Checkpoint:
     has_input_scales: bool
     kv_quant: str | None
     weights: WeightScan
+    end_ids: frozenset[int] = frozenset()
 
     @property
     def is_nvfp4(self) -> bool:
@@ -71,17 +76,17 @@ def read_checkpoint(path: str) -> Checkpoint:
     """Describe the checkpoint in a local folder.
 
     Raises:
-        CheckpointError: The folder or its `config.json` is missing or damaged, or the weights are
-            in a format that we refuse; the message says which and what to do.
+        CheckpointError: The folder or its `config.json` is missing, a file is damaged, a size or
+            type is none, or the weights are in a format that we refuse.
     """
     folder = Path(path)
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise CheckpointError(
             f"there is no checkpoint folder {path!r}",
-            why="it is a file" if folder.exists() else "no such folder",
+            why="it is a file" if is_file(folder) else "no such folder",
             fix="check the path; the name of a model on the hub is organisation/model",
         )
-    config = _read_json(folder / "config.json")
+    config = read_object(folder / "config.json")
     if config is None:
         raise CheckpointError(
             f"{path} holds no config.json",
@@ -89,7 +94,8 @@ def read_checkpoint(path: str) -> Checkpoint:
             fix="name the folder that holds config.json and the .safetensors files; GGUF and "
             "original-format checkpoints must be converted",
         )
-    declared = recognise(config, _read_json(folder / "hf_quant_config.json"))
+    check_sizes(config, folder / "config.json")
+    declared = recognise(config, read_object(folder / "hf_quant_config.json"))
     weights = scan_weights(folder)
     return _checkpoint(folder, config, declared or _undeclared(config, weights), weights)
 
@@ -107,6 +113,7 @@ def _checkpoint(
         has_input_scales=declared.has_input_scales,
         kv_quant=declared.kv_quant,
         weights=weights,
+        end_ids=read_end_ids(folder),
     )
 
 
@@ -124,26 +131,35 @@ def _undeclared(config: Mapping[str, Any], weights: WeightScan) -> Declared:
 
 
 def _config_dtype(config: Mapping[str, Any]) -> str:
-    for section in (config, config.get("text_config") or {}):
-        name = section.get("dtype") or section.get("torch_dtype")
-        if name in _NAMES.values():
-            return str(name)
-    return ""
+    """Return the type that a config names for what is not quantized; empty where it names none."""
+    found = ""
+    for section in (config, object_in(config, "text_config")):
+        for field in ("dtype", "torch_dtype"):
+            name = section.get(field)
+            if name is not None and name not in (*_NAMES.values(), *_FOR_OTHERS):
+                expected = f"one of {', '.join(_NAMES.values())}"
+                raise field_error(f"{field} in config.json", name, expected)
+            if name in _NAMES.values():
+                found = found or str(name)
+    return found
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read", why=str(error), fix="download the file again"
-        ) from None
-    if not isinstance(value, dict):
-        raise CheckpointError(
-            f"{path} is not a JSON object",
-            why="it holds another kind of JSON",
-            fix="download it again",
-        )
-    return value
+def read_end_ids(folder: Path) -> frozenset[int]:
+    """Return the end tokens that a checkpoint's configuration names; none without files.
+
+    Raises:
+        CheckpointError: A file cannot be read, or what it names is no token id.
+    """
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        config = read_object(folder / name) or {}
+        for section in (config, object_in(config, "text_config")):
+            named = section.get("eos_token_id")
+            listed = cast("list[object]", named if isinstance(named, list) else [named])
+            for one in listed:
+                if type(one) is int and one >= 0:
+                    ids.add(one)
+                elif one is not None or listed is named:
+                    expected = "a token id, a list of them, or null"
+                    raise field_error(f"eos_token_id in {name}", named, expected)
+    return frozenset(ids)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -49,6 +49,11 @@ class Reading:
     errors: tuple[TetrarchError, ...]
     namespace: argparse.Namespace
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether it leaves every setting at its default, so that a resolver can find no fault."""
+        return self.args == LaunchArgs()
+
 
 class LaunchParser(argparse.ArgumentParser):
     """An argument parser whose errors are ours, so that they are reported with all others."""
@@ -69,13 +74,19 @@ class _Lines(argparse.HelpFormatter):
         return [line for lines in wrapped for line in lines]
 
 
-def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give a parser MODEL and every setting, under the headings of `GROUPS`."""
+def add_launch_arguments(parser: argparse.ArgumentParser, *, hidden: Collection[str] = ()) -> None:
+    """Give a parser MODEL and every setting, under the headings of `GROUPS`.
+
+    Args:
+        parser: Of one command.
+        hidden: Groups that the command's help leaves out.
+    """
     by_group: dict[str, list[KnobField]] = {name: [] for name in GROUPS}
     for field in knobs(LaunchArgs):
         by_group[field.knob.group].append(field)
     for name, fields in by_group.items():
-        group = parser.add_argument_group(name, GROUPS[name])
+        is_hidden = name in hidden
+        group = parser if is_hidden else parser.add_argument_group(name, GROUPS[name])
         for field in fields:
             if field.name == "model":
                 group.add_argument(
@@ -86,10 +97,15 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
                     default=argparse.SUPPRESS,
                     help=_help(field),
                 )
-            _add_field(group, field)
+            _add_field(group, field, is_shown=field.name != "model" and not is_hidden)
 
 
-def _add_field(group: argparse._ArgumentGroup, field: KnobField) -> None:  # pyright: ignore[reportPrivateUsage]
+def _add_field(
+    group: argparse._ActionsContainer,  # pyright: ignore[reportPrivateUsage]
+    field: KnobField,
+    *,
+    is_shown: bool,
+) -> None:
     spellings = [spelling for spelling in FLAGS.values() if spelling.field is field]
     for spelling in spellings:
         is_own = spelling.name == field.flag
@@ -102,7 +118,7 @@ def _add_field(group: argparse._ArgumentGroup, field: KnobField) -> None:  # pyr
             nargs=0 if takes_none else None,
             default=argparse.SUPPRESS,
             metavar=None if takes_none else _metavar(field),
-            help=_help(field) if is_own and field.name != "model" else argparse.SUPPRESS,
+            help=_help(field) if is_own and is_shown else argparse.SUPPRESS,
         )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tetrarch.config.files import names_in, object_in
 from tetrarch.core.errors import CheckpointError
 from tetrarch.numerics.contract import SourceFormat
 
@@ -54,13 +55,13 @@ def recognise(config: Mapping[str, Any], hf_quant: Mapping[str, Any] | None) -> 
     Raises:
         CheckpointError: A format that we refuse, or two files that contradict each other.
     """
-    section = config.get("quantization_config") or config.get("compression_config")
-    if section is None:
-        return None if hf_quant is None else _modelopt(hf_quant.get("quantization", {}))
+    section = object_in(config, "quantization_config") or object_in(config, "compression_config")
+    if not section:
+        return None if hf_quant is None else _modelopt(object_in(hf_quant, "quantization"))
     method = str(section.get("quant_method", "unnamed"))
     if method.startswith("modelopt"):
-        declared = _modelopt(section.get("quantization", section))
-        other = declared if hf_quant is None else _modelopt(hf_quant.get("quantization", {}))
+        declared = _modelopt(object_in(section, "quantization") or section)
+        other = declared if hf_quant is None else _modelopt(object_in(hf_quant, "quantization"))
         if other.source != declared.source:
             raise CheckpointError(
                 "config.json and hf_quant_config.json name different quantizations",
@@ -87,15 +88,14 @@ def _modelopt(section: Mapping[str, Any]) -> Declared:
     return Declared(
         source=_MODELOPT[algorithm],
         label=label,
-        ignore=tuple(section.get("ignore") or section.get("exclude_modules") or ()),
+        ignore=names_in(section, "ignore") or names_in(section, "exclude_modules"),
         has_input_scales=algorithm != "W4A16_NVFP4",
         kv_quant=section.get("kv_cache_quant_algo") or _scheme(section),
     )
 
 
 def _check_group(name: str, section: Mapping[str, Any]) -> None:
-    groups = [group["weights"] for group in section.get("config_groups", {}).values()]
-    for weights in (section, *groups):
+    for weights in (section, *(object_in(group, "weights") for group in _groups(section))):
         size = weights.get("group_size", _GROUP)
         if size != _GROUP:
             raise _refused(
@@ -113,14 +113,14 @@ def _fp8(section: Mapping[str, Any]) -> Declared:
     return Declared(
         source=SourceFormat.FP8_BLOCK,
         label="FP8 in blocks of 128 x 128",
-        ignore=tuple(section.get("modules_to_not_convert") or ()),
+        ignore=names_in(section, "modules_to_not_convert"),
     )
 
 
 def _compressed(section: Mapping[str, Any]) -> Declared:
-    groups: list[Mapping[str, Any]] = list(section.get("config_groups", {}).values())
-    formats = {group.get("format") or section.get("format") for group in groups}
-    formats = formats or {section.get("format")}
+    groups = _groups(section)
+    formats = {str(group.get("format") or section.get("format")) for group in groups}
+    formats = formats or {str(section.get("format"))}
     if len(formats) > 1 or section.get("format") == "mixed-precision":
         raise _refused(
             "compressed-tensors mixed precision", "its layers are quantized in different ways"
@@ -128,20 +128,25 @@ def _compressed(section: Mapping[str, Any]) -> Declared:
     (name,) = formats
     if name != "nvfp4-pack-quantized":
         raise _refused(f"compressed-tensors {name}", "only nvfp4-pack-quantized is known")
-    _check_group(str(name), section)
-    inputs = [group.get("input_activations") for group in groups]
+    _check_group(name, section)
+    inputs = [object_in(group, "input_activations") for group in groups]
     return Declared(
         source=SourceFormat.NVFP4_COMPRESSED,
         label=f"compressed-tensors {name}",
-        ignore=tuple(section.get("ignore") or ()),
+        ignore=names_in(section, "ignore"),
         has_input_scales=all(each and each.get("dynamic") is not True for each in inputs),
         kv_quant=_scheme(section),
     )
 
 
 def _scheme(section: Mapping[str, Any]) -> str | None:
-    scheme = section.get("kv_cache_scheme")
-    return f"FP{scheme['num_bits']}" if scheme else None
+    scheme = object_in(section, "kv_cache_scheme")
+    return f"FP{scheme.get('num_bits', 8)}" if scheme else None
+
+
+def _groups(section: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    groups = object_in(section, "config_groups")
+    return [object_in(groups, name) for name in groups]
 
 
 def _refused(name: str, why: str) -> CheckpointError:

@@ -9,9 +9,9 @@ from enum import StrEnum
 from pathlib import Path
 
 import psutil
-import torch
 
 from tetrarch.core.errors import ConfigError, Unsupported
+from tetrarch.core.registry import Registry
 
 __all__ = ["Arch", "Device", "arch_of", "detect", "usable_cores"]
 
@@ -46,6 +46,8 @@ class Device:
 
 
 _CGROUP = Path("/sys/fs/cgroup")
+# Imported on use: a command line is read, and refused, without waiting seconds for torch.
+_TORCH = Registry({"cuda": "torch:cuda"})
 _ARCHS = {
     (8, 0): Arch.SM80,
     (8, 6): Arch.SM80,  # same instructions as far as we use them
@@ -69,7 +71,8 @@ def detect(wanted: str = "auto") -> Device:
         ConfigError: CUDA is wanted and there is none.
         Unsupported: The GPU is older than SM80, or of a kind we do not know.
     """
-    has_cuda = torch.cuda.is_available()
+    cuda = _TORCH["cuda"]
+    has_cuda: bool = cuda.is_available()
     if wanted == "cuda" and not has_cuda:
         raise ConfigError(
             "--device cuda: this machine has no CUDA device",
@@ -86,12 +89,12 @@ def detect(wanted: str = "auto") -> Device:
             memory_bytes=_host_memory(_CGROUP),
             physical_cores=usable_cores(_CGROUP),
         )
-    properties = torch.cuda.get_device_properties(0)
+    properties = cuda.get_device_properties(0)
     return Device(
         arch=arch_of((properties.major, properties.minor), properties.name),
         name=properties.name,
         torch_device="cuda",
-        num_devices=torch.cuda.device_count(),
+        num_devices=cuda.device_count(),
         memory_bytes=properties.total_memory,
         physical_cores=usable_cores(_CGROUP),
     )

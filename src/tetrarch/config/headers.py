@@ -1,23 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint's files say about their tensors, read from safetensors headers alone."""
+"""What a checkpoint's files say about their tensors, read from safetensors headers alone.
+
+Everything that can be wrong with the files, short of the numbers in them, is found here.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from tetrarch.config.files import is_file, read_object
 from tetrarch.core.errors import CheckpointError
 
-__all__ = ["TensorHeader", "WeightScan", "read_header", "scan_weights"]
+__all__ = [
+    "TensorHeader",
+    "WeightScan",
+    "no_weights",
+    "read_header",
+    "read_headers",
+    "scan_weights",
+]
 
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000  # the format's own limit, bytes
+_SHOWN = 10  # names in an error
 _PACKED = "U8"  # two E2M1 codes a byte
 _FP8 = "F8_E4M3"
+_BYTES = {  # of one element
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "F32": 4,
+    "I64": 8,
+    "F64": 8,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +57,8 @@ class TensorHeader:
     dtype: str  # the format's own name: BF16, F32, F8_E4M3, U8, …
     shape: tuple[int, ...]
     num_bytes: int
+    file: str  # the shard that holds it
+    offset: int  # of its first byte in that file
 
     @property
     def is_quantized_matrix(self) -> bool:
@@ -58,60 +89,168 @@ class WeightScan:
     dense_bytes: int = 0
 
 
-def read_header(path: Path) -> Iterator[TensorHeader]:
-    """Yield the tensors of one file, in the order of its header.
-
-    Raises:
-        CheckpointError: The file is not safetensors, or is cut short.
-    """
-    try:
-        entries = list(_entries(path))
-    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} is not a safetensors file",
-            why=str(error) or "its header cannot be read",
-            fix="download the file again; a small text file in its place is a git-lfs pointer "
-            "(`git lfs pull`)",
-        ) from None
-    yield from entries
-
-
-def _entries(path: Path) -> Iterator[TensorHeader]:
-    for name, entry in _header(path).items():
-        if name != "__metadata__":
-            first, last = entry["data_offsets"]
-            yield TensorHeader(name, entry["dtype"], tuple(entry["shape"]), last - first)
-
-
-def _header(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > min(_MAX_HEADER, path.stat().st_size - 8):
-            raise ValueError(f"it names a header of {length} bytes, which the file does not hold")
-        return json.loads(file.read(length))
-
-
 def scan_weights(folder: Path) -> WeightScan:
-    """Count the tensors of `model.safetensors` or of its shards; all zeros without either.
-
-    Whether the shards are complete is found out when they are loaded.
+    """Count the tensors of a checkpoint folder; all zeros where it holds no weights.
 
     Raises:
-        CheckpointError: A file is not safetensors.
+        CheckpointError: As `read_headers`.
     """
     by_dtype: Counter[str] = Counter()
     dense_elements = dense_bytes = 0
-    single = folder / "model.safetensors"
-    shards = [single] if single.is_file() else sorted(folder.glob("model*-of-*.safetensors"))
-    for path in shards:
-        for tensor in read_header(path):
-            by_dtype[tensor.dtype] += tensor.num_bytes
-            if tensor.is_quantized_matrix and ".experts." not in tensor.name:
-                dense_elements += tensor.num_elements
-                dense_bytes += tensor.num_bytes
+    for tensor in read_headers(folder).values():
+        by_dtype[tensor.dtype] += tensor.num_bytes
+        if tensor.is_quantized_matrix and ".experts." not in tensor.name:
+            dense_elements += tensor.num_elements
+            dense_bytes += tensor.num_bytes
     return WeightScan(
         num_bytes=by_dtype.total(),
         dtype=by_dtype.most_common(1)[0][0] if by_dtype else "",
         dense_elements=dense_elements,
         dense_bytes=dense_bytes,
     )
+
+
+def read_headers(folder: Path) -> dict[str, TensorHeader]:
+    """Return every tensor of `model.safetensors`, or of the shards that the index names.
+
+    Nothing where the folder has neither of the two.
+
+    Raises:
+        CheckpointError: The index is damaged or leads out of the folder, a shard is missing or
+            damaged, a tensor is there twice, or index and shards do not agree.
+    """
+    single = is_file(folder / _SINGLE)
+    index = {} if single else _read_index(folder)
+    headers: dict[str, TensorHeader] = {}
+    for shard in [_SINGLE] if single else sorted(set(index.values())):
+        for header in read_header(folder / shard):
+            other = headers.setdefault(header.name, header)
+            if other is not header:
+                raise CheckpointError(
+                    f"{folder} holds {header.name} twice",
+                    why=f"it is in {other.file} and in {shard}",
+                    fix="remove the shard that the index does not name for it",
+                )
+    _check_index(folder, index, headers)
+    return headers
+
+
+def no_weights(folder: Path) -> CheckpointError:
+    """Say that a folder holds no tensor."""
+    return CheckpointError(
+        f"{folder} holds no safetensors weights",
+        why=f"neither {_SINGLE} nor {_INDEX} with its shards is there, or they are empty",
+        fix="pass the folder of a Hugging Face checkpoint in safetensors format",
+    )
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Return tensor → shard; nothing where there is no index."""
+    path = folder / _INDEX
+    content = read_object(path)
+    if content is None:
+        return {}
+    weight_map: object = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise _damaged_index(path, "it has no weight_map from tensors to files")
+    index = cast("dict[str, object]", weight_map)
+    for name, shard in index.items():
+        if not isinstance(shard, str) or not shard:
+            raise _damaged_index(path, f"it puts {name} into {shard!r}, which is no file name")
+        if Path(shard).name != shard or shard == "..":
+            raise _damaged_index(path, f"it puts {name} into {shard}, outside the folder")
+    return cast("dict[str, str]", index)
+
+
+def _damaged_index(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged", why=why, fix="download the file again")
+
+
+def _check_index(
+    folder: Path, index: Mapping[str, str], headers: Mapping[str, TensorHeader]
+) -> None:
+    absent = [
+        name for name, shard in index.items() if name not in headers or headers[name].file != shard
+    ]
+    if absent:
+        raise CheckpointError(
+            f"{folder / _INDEX} names {len(absent)} tensors that their shards do not hold",
+            why=", ".join(f"{name} in {index[name]}" for name in sorted(absent)[:_SHOWN]),
+            fix="download the checkpoint again; index and shards are of different versions",
+        )
+
+
+def read_header(path: Path) -> Iterator[TensorHeader]:
+    """Yield the tensors of one file, in the order of its header.
+
+    Raises:
+        CheckpointError: The file is missing or not safetensors, is cut short, or holds tensors of
+            a type that torch lacks.
+    """
+    if not is_file(path):
+        raise CheckpointError(
+            f"{path} is missing",
+            why=f"{_INDEX} names it; a link that leads nowhere is no file",
+            fix="download the checkpoint again, or copy the shard into the folder",
+        )
+    try:
+        header, data = _header(path)
+        tensors = [_tensor(name, entry, path, data.start) for name, entry in header.items()]
+        _check_offsets([place for _, place in tensors], len(data))
+    except (OSError, struct.error, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is damaged",
+            why=str(error) or "its header cannot be read",
+            fix="check its permissions"
+            if isinstance(error, PermissionError)
+            else "download the file again; a small text file in its place is a git-lfs pointer "
+            "(`git lfs pull`)",
+        ) from error
+    yield from (tensor for tensor, _ in tensors)
+
+
+def _header(path: Path) -> tuple[dict[str, Any], range]:
+    """Return the header without its metadata, and where the bytes of tensors are."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        rest = path.stat().st_size - 8
+        if length > min(_MAX_HEADER, rest):
+            raise ValueError(f"it names a header of {length} bytes, which the file does not hold")
+        header: object = json.loads(str(file.read(length), "utf-8"))
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a JSON object")
+    tensors = cast("dict[str, Any]", header)
+    tensors.pop("__metadata__", None)
+    return tensors, range(8 + length, 8 + rest)
+
+
+def _tensor(name: str, entry: Any, path: Path, start: int) -> tuple[TensorHeader, tuple[int, int]]:
+    """Return a tensor, and where its bytes begin and end."""
+    match entry:
+        case {"dtype": str(dtype), "shape": list(sizes), "data_offsets": [int(first), int(last)]}:
+            shape = tuple(cast("list[Any]", sizes))
+        case _:
+            raise ValueError(f"its header does not say what {name} is")
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"its header gives {name} the shape {shape}")
+    if dtype not in _BYTES:
+        raise CheckpointError(
+            f"{name} in {path} is of type {dtype}",
+            why="torch has no such element type",
+            fix="convert the checkpoint to BF16, FP8 (E4M3) or NVFP4",
+        )
+    if last - first != (num_bytes := math.prod(shape) * _BYTES[dtype]):
+        raise ValueError(f"{name} takes {num_bytes} bytes, and its header gives it {last - first}")
+    header = TensorHeader(name, dtype, shape, num_bytes, path.name, start + first)
+    return header, (first, last)
+
+
+def _check_offsets(places: list[tuple[int, int]], num_bytes: int) -> None:
+    """Tensors stand side by side from the first byte to the last."""
+    end = 0
+    for first, last in sorted(places):
+        if first != end:
+            raise ValueError(f"its tensors overlap or leave a gap at byte {min(first, end)}")
+        end = last
+    if end != num_bytes:
+        raise ValueError(f"its header names {end} bytes of tensors, and {num_bytes} are there")

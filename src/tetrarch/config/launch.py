@@ -12,6 +12,7 @@ from tetrarch.config.cli import Reading
 from tetrarch.config.hardware import Device, detect
 from tetrarch.config.ledger import Ledger
 from tetrarch.config.plan import ModelFacts, Plan
+from tetrarch.config.regardless import refused_regardless
 from tetrarch.config.resolve import resolve
 from tetrarch.core.errors import LaunchErrors
 
@@ -42,7 +43,8 @@ def plan_launch(
     checkpoint = ledger.attempt(lambda: read_checkpoint(_folder(args, fetch)))
     facts = ledger.attempt(lambda: describe(checkpoint.path)) if checkpoint else None
     if found is None or checkpoint is None or facts is None:
-        raise LaunchErrors(ledger.errors)
+        more = refused_regardless(args, checkpoint=checkpoint, facts=facts, device=found)
+        raise LaunchErrors([*ledger.errors, *more])
     return resolve(args, checkpoint, facts, found, earlier=ledger.errors)
 
 

@@ -200,6 +200,7 @@ class ServePlan:
     incremental_streaming: bool
     allow_auto_truncate: bool
     stream_interval: int
+    max_body_bytes: int
     weights_root: str = "/"  # what an update of the weights may read, symlinks resolved
 
 

@@ -9,7 +9,7 @@ from tetrarch.config.args import LaunchArgs
 from tetrarch.config.checkpoint import Checkpoint
 from tetrarch.config.ledger import ASKED, Ledger
 from tetrarch.config.plan import ModelFacts, ModelPlan, ServePlan
-from tetrarch.core.errors import ConfigError
+from tetrarch.core.errors import CheckpointError, ConfigError
 from tetrarch.core.units import format_bytes
 
 __all__ = ["resolve_model", "resolve_serve"]
@@ -23,6 +23,8 @@ def resolve_model(
 ) -> ModelPlan:
     """Settle path, name, type and context."""
     ledger.decide("model", checkpoint.path, "the embedded demo model" if not args.model else ASKED)
+    if not checkpoint.weights.num_bytes:
+        ledger.decide("weights", "none yet", "planned by config.json alone; serving needs them")
     asked = None if args.dtype == "auto" else args.dtype
     dtype = ledger.pick("dtype", asked, checkpoint.dtype, "the checkpoint's")
     context = ledger.pick(
@@ -35,6 +37,14 @@ def resolve_model(
                 why=f"config.json says {facts.context_len} positions; later ones were never "
                 "trained",
                 fix=f"--context-length {facts.context_len}, or a longer rope in config.json",
+            )
+        )
+    if strange := sorted(end for end in checkpoint.end_ids if end >= facts.vocab_size):
+        ledger.refuse(
+            CheckpointError(
+                f"eos_token_id names {strange}, and the vocabulary has {facts.vocab_size} tokens",
+                why="the model can never say it, so no output would end by itself",
+                fix="correct eos_token_id in config.json and generation_config.json",
             )
         )
     if checkpoint.kv_quant:
@@ -112,6 +122,7 @@ def resolve_serve(args: LaunchArgs, model: ModelPlan, ledger: Ledger) -> ServePl
         incremental_streaming=args.incremental_streaming_output,
         allow_auto_truncate=args.allow_auto_truncate,
         stream_interval=args.stream_interval,
+        max_body_bytes=args.max_body_bytes,
         weights_root=_weights_root(args, model, ledger),
     )
 

@@ -179,6 +179,12 @@ class KnobField:
         return noun + (", or auto" if self.optional and self.kind is not str else "")
 
 
+def _text(text: str) -> str:
+    if not text.strip():
+        raise ValueError  # an unset `--api-key "$KEY"` must not mean no key
+    return text
+
+
 def _items(text: str) -> tuple[str, ...]:
     return tuple(item.strip() for item in text.split(",") if item.strip())
 
@@ -187,14 +193,14 @@ _PARSERS: dict[type, Callable[[str], Any]] = {
     bool: lambda text: _SWITCHES[text.strip().lower()],
     int: int,
     float: lambda text: float(Fraction(text)),  # 0.5, 1e-3 and 1/2688
-    str: str,
+    str: _text,
     tuple: _items,
 }
 _NOUNS: dict[type, str] = {
     bool: "a boolean (1/0, true/false, yes/no, on/off)",
     int: "a whole number",
     float: "a number",
-    str: "a text",
+    str: "a non-empty text",
     tuple: "a comma-separated list",
 }
 

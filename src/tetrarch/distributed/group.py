@@ -13,10 +13,9 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
-from typing import Protocol, Self, cast
+from typing import NamedTuple, Protocol, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -25,62 +24,16 @@ from torch.distributed import distributed_c10d as c10d
 
 from tetrarch.core.errors import RequestError
 from tetrarch.distributed.broadcast import cut, pieces
+from tetrarch.distributed.meeting import FILED_UNDER, Meeting
 
 __all__ = ["Meeting", "WeightGroup"]
 
-# The device under which torch files a backend that serves all of a group's devices: the first.
-_FILED_UNDER = {"gloo": "cpu", "nccl": "cuda"}
 # A trainer posts the request and opens its store at the same time; seconds it may take.
 _OPENS_WITHIN = 20.0
 _RETRY = 0.05  # seconds
 _POLL = 5e-5  # seconds; NCCL's own blocking wait ends the process when it times out
 _GRACE = 1.0  # seconds between torch's own timeout and ours
 _NEVER = timedelta(days=365)
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Where a trainer and its servers meet.
-
-    Attributes:
-        address: Host of the trainer's store.
-        port: Of the store.
-        rank: Ours; the trainer, who broadcasts, is 0.
-        world_size: Trainer and servers' ranks together.
-        name: Of the group.
-        backend: `"gloo"` or `"nccl"`.
-    """
-
-    address: str
-    port: int
-    rank: int
-    world_size: int
-    name: str
-    backend: str
-
-    def check(self, device: torch.device) -> None:
-        """Raise `RequestError` if nobody could meet here."""
-        problems = {
-            "backend": (self.backend not in _FILED_UNDER, "torch groups here are gloo or nccl"),
-            "master_address": (not self.address, "the trainer's host is missing"),
-            "master_port": (not 0 < self.port < 2**16, "ports run from 1 to 65535"),
-            "group_name": (not self.name, "a group needs a name"),
-            "world_size": (self.world_size < 2, "the trainer and one server make two"),
-            "rank_offset": (
-                not 0 < self.rank < self.world_size,
-                f"rank {self.rank} of {self.world_size}: the trainer is 0, servers follow",
-            ),
-        }
-        for param, (is_wrong, why) in problems.items():
-            if is_wrong:
-                raise _error(self, why, fix=f"correct {param}", param=param)
-        if self.backend == "nccl" and not (device.type == "cuda" and dist.is_nccl_available()):
-            raise _error(
-                self,
-                "nccl needs CUDA, and this server runs on a CPU",
-                fix='send backend "gloo"',
-                param="backend",
-            )
 
 
 class _Backend(Protocol):
@@ -91,6 +44,11 @@ class _Backend(Protocol):
     def abort(self) -> None: ...
 
 
+class _Connection(NamedTuple):
+    store: c10d.Store
+    backend: _Backend
+
+
 class WeightGroup:
     """Receives what the trainer, rank 0, broadcasts.
 
@@ -98,9 +56,9 @@ class WeightGroup:
     places no longer agree on what comes next.
     """
 
-    def __init__(self, meeting: Meeting, backend: _Backend, device: torch.device) -> None:
+    def __init__(self, meeting: Meeting, connection: _Connection, device: torch.device) -> None:
         self.meeting, self.device = meeting, device
-        self._backend: _Backend | None = backend
+        self._connection: _Connection | None = connection
 
     @classmethod
     def join(cls, meeting: Meeting, *, device: torch.device, timeout: float) -> Self:
@@ -118,14 +76,15 @@ class WeightGroup:
         deadline = time.monotonic() + timeout
         _await_store(meeting, min(deadline, time.monotonic() + _OPENS_WITHIN))
         try:
-            backend = _connected(meeting, deadline)
+            connection = _connected(meeting, deadline)
         except (RuntimeError, ValueError, TimeoutError) as error:
-            raise _error(
-                meeting,
+            raise meeting.error(
                 f"the others did not come within {timeout:g} s ({_first_line(error)})",
                 fix="let every rank join with the same name, world size and backend",
             ) from error
-        return cls(meeting, backend, torch.device("cpu") if meeting.backend == "gloo" else device)
+        return cls(
+            meeting, connection, torch.device("cpu") if meeting.backend == "gloo" else device
+        )
 
     def receive(
         self,
@@ -154,26 +113,25 @@ class WeightGroup:
                 not send in time, or the group is closed or broken.
         """
         expected = pieces(names, dtypes, shapes)
-        backend = self._usable()
+        connection = self._usable()
         sizes = [piece.num_bytes for piece in expected]
         if load_format == "flattened_bucket":
             sizes = [sum(sizes)]
         elif load_format is not None:
-            raise _error(
-                self.meeting,
+            raise self.meeting.error(
                 f"load_format {load_format[:80]!r} is not supported",
                 fix='leave load_format out, or send "flattened_bucket"',
                 param="load_format",
             )
         buffers = self._buffers(sizes)
         deadline = time.monotonic() + timeout
+        connection.store.set_timeout(_left(deadline))  # nccl connects at its first broadcast
         try:
             for buffer in buffers:
-                self._broadcast(backend, buffer, deadline)
+                self._broadcast(connection.backend, buffer, deadline)
         except (RuntimeError, TimeoutError) as error:
             self.close()
-            raise _error(
-                self.meeting,
+            raise self.meeting.error(
                 f"the trainer died, or did not send it all in {timeout:g} s ({_first_line(error)})",
                 fix="destroy the group, make it again, and send all weights of the update again",
             ) from error
@@ -181,32 +139,30 @@ class WeightGroup:
 
     def close(self) -> None:
         """Leave the group. Closing a closed one does nothing."""
-        backend, self._backend = self._backend, None
-        if backend is not None and self.meeting.backend == "nccl":
-            backend.abort()  # its shutdown would wait for the others
+        connection, self._connection = self._connection, None
+        if connection is not None and self.meeting.backend == "nccl":
+            connection.backend.abort()  # its shutdown would wait for the others
 
-    def _usable(self) -> _Backend:
-        if self._backend is None:
-            raise _error(
-                self.meeting,
+    def _usable(self) -> _Connection:
+        if self._connection is None:
+            raise self.meeting.error(
                 "it is closed, or an earlier broadcast failed",
                 fix="destroy the group and make it again",
             )
-        return self._backend
+        return self._connection
 
     def _buffers(self, sizes: Sequence[int]) -> list[Tensor]:
         try:
             return [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
         except RuntimeError as error:  # torch's out of memory is one
-            raise _error(
-                self.meeting,
+            raise self.meeting.error(
                 f"there is no room for {sum(sizes)} bytes",
                 fix="send smaller buckets",
                 param="shapes",
             ) from error
 
     def _broadcast(self, backend: _Backend, buffer: Tensor, deadline: float) -> None:
-        """Receive bytes, whatever the sender's dtype: gloo knows no FP8, and counts bytes too."""
+        """Receive bytes, whatever the sender's dtype: gloo knows no FP8; both count bytes."""
         options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = _left(deadline)
@@ -234,25 +190,24 @@ def _await_store(meeting: Meeting, deadline: float) -> None:
 
 
 def _unreachable(meeting: Meeting, error: Exception) -> RequestError:
-    return _error(
-        meeting,
+    return meeting.error(
         f"nothing can be reached at {meeting.address}:{meeting.port} ({_first_line(error)})",
         fix="open the group in the trainer while the servers join, at an address they can reach",
         param="master_address",
     )
 
 
-def _connected(meeting: Meeting, deadline: float) -> _Backend:
+def _connected(meeting: Meeting, deadline: float) -> _Connection:
     """Connect on a thread that may be left behind.
 
     torch's store waits for ever for what listens but is no store; such a thread ends when the other
     side hangs up, and does not keep the process.
     """
-    outcome: list[_Backend | Exception] = []
+    outcome: list[_Connection | Exception] = []
 
     def connect() -> None:
         try:
-            outcome.append(_backend(meeting, deadline))
+            outcome.append(_connect(meeting, deadline))
         except (RuntimeError, ValueError) as error:
             outcome.append(error)
 
@@ -266,7 +221,7 @@ def _connected(meeting: Meeting, deadline: float) -> _Backend:
     return outcome[0]
 
 
-def _backend(meeting: Meeting, deadline: float) -> _Backend:
+def _connect(meeting: Meeting, deadline: float) -> _Connection:
     store: c10d.Store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         meeting.address.strip("[]"),
         meeting.port,
@@ -276,11 +231,15 @@ def _backend(meeting: Meeting, deadline: float) -> _Backend:
     )
     store.set_timeout(_left(deadline))
     # As the helpers and torch under them nest them: each prefix gains a slash.
-    for prefix in (meeting.name, f"{meeting.name}/", f"{_FILED_UNDER[meeting.backend]}/"):
+    for prefix in (meeting.name, f"{meeting.name}/", f"{FILED_UNDER[meeting.backend]}/"):
         store = c10d.PrefixStore(prefix, store)
+    return _Connection(store, _backend(meeting, store, _left(deadline)))
+
+
+def _backend(meeting: Meeting, store: c10d.Store, timeout: timedelta) -> _Backend:
     rank, world_size = meeting.rank, meeting.world_size
     if meeting.backend == "gloo":
-        return cast("_Backend", c10d.ProcessGroupGloo(store, rank, world_size, _left(deadline)))
+        return cast("_Backend", c10d.ProcessGroupGloo(store, rank, world_size, timeout))
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = _NEVER  # pyright: ignore[reportPrivateUsage]  # its watchdog would end us
     return cast("_Backend", c10d.ProcessGroupNCCL(store, rank, world_size, options))
@@ -292,9 +251,3 @@ def _left(deadline: float) -> timedelta:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
-
-
-def _error(meeting: Meeting, why: str, *, fix: str, param: str | None = None) -> RequestError:
-    return RequestError(
-        f"weight group {meeting.name[:80]!r} cannot be used", why=why, fix=fix, param=param
-    )

@@ -129,10 +129,16 @@ class LinkProgress:
 
 def main() -> None:
     """Take a plan from the parent, load, and serve until told to stop."""
-    # A terminal, `timeout` and systemd signal the whole group; the parent is the one to end us.
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    # A terminal, `timeout` and systemd signal the whole group; the parent is the one to end us,
+    # and has held these signals back until now.
+    ignored = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+    for number in ignored:
         signal.signal(number, signal.SIG_IGN)
-    folder, plan = pickle.load(sys.stdin.buffer)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
+    try:
+        folder, plan = pickle.load(sys.stdin.buffer)
+    except EOFError:  # the parent ended before it had said what to do
+        return
     configure_logging(level=plan.serve.log_level, who="engine")
     threading.Thread(target=_end_with_parent, args=(folder, os.getppid()), daemon=True).start()
     link = Link(folder)

@@ -18,6 +18,7 @@ from tetrarch.engine.messages import Inbound, Outbound, decode_outbound, encode
 
 __all__ = ["AsyncConnection", "Connection", "Endpoint"]
 
+_START_AGAIN, _RESTART = "start again: another LLM(...), or the command", "restart the server"
 _LAST_WORDS_MS = 100  # what a process sent before it ended may still be on its way
 
 
@@ -60,7 +61,7 @@ class Connection:
         Raises:
             EngineDead: The process is gone.
         """
-        _send(self._endpoint, message)
+        _send(self._endpoint, message, fix=_START_AGAIN)
 
     def receive(self, timeout: float | None = None) -> list[Outbound]:
         """Return the next batch; empty after `timeout` seconds.
@@ -73,7 +74,7 @@ class Connection:
         if outbound in ready or (ready and outbound.poll(_LAST_WORDS_MS)):
             return decode_outbound(outbound.recv())
         if ready:
-            raise _dead(self._endpoint)
+            raise _dead(self._endpoint, fix=_START_AGAIN)
         return []
 
 
@@ -101,7 +102,7 @@ class AsyncConnection:
         Raises:
             EngineDead: The process is gone.
         """
-        _send(self._endpoint, message)
+        _send(self._endpoint, message, fix=_RESTART)
 
     async def receive(self) -> list[Outbound]:
         """Return the next batch.
@@ -117,7 +118,7 @@ class AsyncConnection:
                 await asyncio.wait((arriving,), timeout=_LAST_WORDS_MS / 1000)
             if arriving.done():
                 return decode_outbound(arriving.result())
-            raise _dead(self._endpoint)
+            raise _dead(self._endpoint, fix=_RESTART)
         finally:
             arriving.cancel()
             ending.cancel()
@@ -130,20 +131,20 @@ class AsyncConnection:
         self.close()
         self._ended.set()
         if self._on_death is not None:
-            self._on_death(_dead(self._endpoint))
+            self._on_death(_dead(self._endpoint, fix=_RESTART))
 
 
-def _send(endpoint: Endpoint, message: Inbound) -> None:
+def _send(endpoint: Endpoint, message: Inbound, *, fix: str) -> None:
     if endpoint.exit_code is not None:
-        raise _dead(endpoint)
+        raise _dead(endpoint, fix=fix)
     endpoint.inbound.send(encode(message), zmq.NOBLOCK)
 
 
-def _dead(endpoint: Endpoint) -> EngineDead:
+def _dead(endpoint: Endpoint, *, fix: str) -> EngineDead:
     code = endpoint.exit_code
     how = f"was killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
     return EngineDead(
         "the engine process is gone",
         why=f"it ended ({how}); its last log lines say more",
-        fix="restart the server",
+        fix=fix,
     )

@@ -8,10 +8,12 @@ nothing of devices (the executor does).
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from tetrarch.config.checkpoint import read_end_ids
 from tetrarch.config.plan import Plan
 from tetrarch.core.errors import RequestError
 from tetrarch.engine.messages import Abort, Heartbeat
@@ -23,7 +25,7 @@ from tetrarch.engine.scheduler import Batch, Scheduler
 from tetrarch.engine.sequence import Sequence
 from tetrarch.engine.stream import OutputText
 from tetrarch.engine.text import Tokenizer
-from tetrarch.engine.validation import Limits, check_request, model_end_ids
+from tetrarch.engine.validation import Limits, check_request
 from tetrarch.executor.step import SeqResult
 
 __all__ = ["Engine"]
@@ -67,7 +69,7 @@ class Engine:
         self._scheduler = Scheduler(plan.schedule, self._pool)
         self._live: dict[str, Output] = {}
         self._num_seen = 0
-        self._end_ids = model_end_ids(plan.model.path)
+        self._end_ids = read_end_ids(Path(plan.model.path))
         if tokenizer is not None:
             self._end_ids |= tokenizer.eos_ids
         self.limits = Limits(

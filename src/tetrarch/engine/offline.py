@@ -8,6 +8,7 @@ call would wait for ever.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import cast
 
 import msgspec
@@ -16,9 +17,24 @@ from tetrarch.core.errors import RequestError
 from tetrarch.engine.messages import decode_inbound, encode
 from tetrarch.engine.request import GenerateRequest, SamplingParams
 
-__all__ = ["check_readable", "list_prompts", "list_sampling"]
+__all__ = ["Logprobs", "check_logprobs", "check_readable", "list_prompts", "list_sampling"]
 
 _PROMPTS = "a text, a list of token ids, or a list of either"
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """What log-probabilities `generate` reports, beside the sampled tokens' own.
+
+    Attributes:
+        start: First prompt position that is scored too; -1: outputs only.
+        top: Alternatives at every position.
+        token_ids: Further ids at every position.
+    """
+
+    start: int = -1
+    top: int = 0
+    token_ids: tuple[int, ...] = ()
 
 
 def list_prompts(prompts: object) -> list[str | tuple[int, ...]]:
@@ -57,6 +73,20 @@ def list_sampling(sampling: object, count: int) -> list[SamplingParams]:
             param="sampling",
         )
     return each
+
+
+def check_logprobs(value: object) -> Logprobs:
+    """Return what log-probabilities to report; `None` stands for the defaults.
+
+    Raises:
+        RequestError: It is something else; `param` is `logprobs`.
+    """
+    if value is None:
+        return Logprobs()
+    if not isinstance(value, Logprobs):
+        names = ", ".join(field.name for field in fields(Logprobs))
+        raise _refusal("logprobs", value, f"a Logprobs, which takes {names}")
+    return value
 
 
 def check_readable(request: GenerateRequest) -> GenerateRequest:

@@ -12,11 +12,13 @@ import contextlib
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import weakref
+from collections.abc import Generator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -34,6 +36,7 @@ __all__ = ["EngineProcess"]
 _LONGEST_SOCKET_PATH = 107
 _GRACE_S = 5.0
 _STDERR = 2
+_STOPPING = frozenset({signal.SIGINT, signal.SIGHUP, signal.SIGTERM})
 
 
 class EngineProcess:
@@ -57,13 +60,15 @@ class EngineProcess:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.inbound = self._bind(zmq.PUSH, f"{folder}/{INBOUND}")
         self.outbound = self._bind(zmq.PULL, f"{folder}/{OUTBOUND}")
-        self._child = subprocess.Popen(
-            # -P: files in the working directory hide no module.
-            [sys.executable, "-P", "-m", "tetrarch.engine.child"],
-            stdin=subprocess.PIPE,
-            stdout=_STDERR,  # what libraries print must not mix with a command's output
-            env={**os.environ, **dict(plan.process_env)},
-        )
+        with _held_signals():
+            self._child = subprocess.Popen(
+                # -P: files in the working directory hide no module.
+                [sys.executable, "-P", "-m", "tetrarch.engine.child"],
+                stdin=subprocess.PIPE,
+                stdout=_STDERR,  # what libraries print must not mix with a command's output
+                env={**os.environ, **dict(plan.process_env)},
+            )
+        self._was_ready = False
         self.sentinel, ended = os.pipe()
         watch = threading.Thread(target=_watch, args=(self._child, ended), daemon=True)
         watch.start()
@@ -99,14 +104,24 @@ class EngineProcess:
                 elif isinstance(message, StartFailed):
                     raise message.error()
                 elif isinstance(message, Ready):
+                    self._was_ready = True
                     return message
 
     def close(self) -> None:
         """End the child and remove its folder; once is enough, from any thread.
 
-        Whoever waits for the child, in `wait_ready` or in a connection, gets an `EngineDead`.
+        The child is asked to go, and killed where it has not gone after 5 s: one that is stopped,
+        or stuck in a kernel, hears nothing. One that still loads is killed at once, because it
+        listens late and has nothing to lose. Whoever waits for the child, in `wait_ready` or in a
+        connection, gets an `EngineDead`.
         """
+        if not self._was_ready:
+            self.kill()
         self._end()
+
+    def kill(self) -> None:
+        """End the child by force, from any thread; a `close` that waits for it returns."""
+        self._child.kill()
 
     def __enter__(self) -> Self:
         return self
@@ -151,6 +166,19 @@ class _Relay:
             self._label = ""
 
 
+@contextlib.contextmanager
+def _held_signals() -> Generator[None]:
+    """Let a child inherit a mask that holds back the signals it will ignore.
+
+    Ctrl-C reaches the whole group, and the child imports for seconds before it can ignore it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _socket_folder() -> str:
     folder = tempfile.mkdtemp(prefix="tetrarch-")
     if len(f"{folder}/{OUTBOUND}".encode()) > _LONGEST_SOCKET_PATH:
@@ -184,8 +212,10 @@ def _end(child: subprocess.Popen[bytes], folder: str, watch: threading.Thread) -
     assert child.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         child.stdin.close()
-    watch.join(timeout=_GRACE_S)
-    if watch.is_alive():
-        child.kill()
-        watch.join()
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        watch.join(timeout=_GRACE_S)
+    finally:  # also where Ctrl-C cuts the wait short
+        if watch.is_alive():
+            child.kill()
+            watch.join()
+        shutil.rmtree(folder, ignore_errors=True)

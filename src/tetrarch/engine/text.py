@@ -12,12 +12,16 @@ from typing import Any, cast
 import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tetrarch.config.files import is_file
 from tetrarch.core.errors import CheckpointError, ConfigError, RequestError
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
 _INCOMPLETE = "\ufffd"  # what decoders put for bytes that are no character (yet)
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_CONFIG = "tokenizer_config.json"
+# What a template raises over messages that it cannot render.
+_UNRENDERED = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
 _TEMPLATE_WORDS = frozenset(
     inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 )
@@ -31,20 +35,51 @@ def load_tokenizer(path: str, *, chat_template: str | None = None) -> Tokenizer:
         chat_template: A Jinja file that replaces the checkpoint's own template.
 
     Raises:
-        CheckpointError: The folder holds no tokenizer that transformers can read.
-        ConfigError: The template file cannot be read.
+        CheckpointError: The folder holds no tokenizer, or a damaged one.
+        ConfigError: The template file cannot be read, or is no template.
     """
+    if not is_file(Path(path) / _CONFIG):
+        raise _no_tokenizer(path, f"there is no {_CONFIG}, so its end tokens would be a guess")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"cannot load a tokenizer from {path}",
-            why=str(error).splitlines()[0],
-            fix="add tokenizer.json to the folder, or name another one with --tokenizer-path",
-        ) from error
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # what a file makes them stumble over; `tokenizers` raises just this
+        what = " ".join(str(error).split())
+        raise _no_tokenizer(path, f"{type(error).__name__}: {what:.300}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise _no_tokenizer(path, "there is no vocabulary")
+    if not isinstance(tokenizer.chat_template, str | dict | None):
+        raise _no_tokenizer(path, f"its chat template is {tokenizer.chat_template!r:.60}")
     if chat_template is not None:
         tokenizer.chat_template = _read_template(chat_template)
+    _check_template(tokenizer, chat_template or path)
     return Tokenizer(tokenizer)
+
+
+def _no_tokenizer(path: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"cannot load a tokenizer from {path}",
+        why=why,
+        fix=f"add tokenizer.json and {_CONFIG} to the folder, or download them again, or name "
+        "another one with --tokenizer-path",
+    )
+
+
+def _check_template(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Refuse a template that no conversation could be rendered with."""
+    if tokenizer.chat_template is None:
+        return
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(
+            f"the chat template of {where} is damaged",
+            why=f"line {error.lineno}: {error.message}",
+            fix="correct it, or give --chat-template another file",
+        ) from error
+    except _UNRENDERED:
+        return  # it may well want other messages than this one
 
 
 def _read_template(path: str) -> str:
@@ -161,7 +196,7 @@ class Tokenizer:
                 tokenize=False,
                 **args,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except _UNRENDERED as error:
             raise RequestError(
                 "the chat template refuses these messages",
                 why=str(error),

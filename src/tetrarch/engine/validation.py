@@ -3,17 +3,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any, cast
-
 import msgspec
 
 from tetrarch.core.errors import RequestError
 from tetrarch.engine.request import GenerateRequest
 from tetrarch.engine.sampling import check_sampling
 
-__all__ = ["Limits", "check_request", "model_end_ids"]
+__all__ = ["Limits", "check_request"]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,16 +81,3 @@ def _refusal(param: str, value: object, bound: str) -> RequestError:
         fix=f"send {param} within them",
         param=param,
     )
-
-
-def model_end_ids(path: str) -> frozenset[int]:
-    """Return the end tokens that a checkpoint's configuration names; none without files."""
-    ids: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        file = Path(path) / name
-        if file.is_file():
-            config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-            for part in (config, cast("dict[str, Any]", config.get("text_config") or {})):
-                named = part.get("eos_token_id")
-                ids.update([named] if isinstance(named, int) else named or [])
-    return frozenset(ids)

@@ -8,12 +8,10 @@ import torch
 from tetrarch.attention.pool import bytes_per_token
 from tetrarch.config.plan import ModelFacts
 from tetrarch.core.errors import CheckpointError
+from tetrarch.models.names import num_mtp_layers
 from tetrarch.models.skeleton import Skeleton, read_skeleton
 
 __all__ = ["describe"]
-
-# How families spell the number of their draft layers.
-_MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 
 
 def describe(path: str) -> ModelFacts:
@@ -53,7 +51,7 @@ def describe(path: str) -> ModelFacts:
         num_dense_params=total - expert_params,
         num_expert_params=expert_params,
         kv_elements_per_token=bytes_per_token(skeleton.attention, torch.int8),
-        num_mtp_layers=next((int(fields[name]) for name in _MTP_FIELDS if fields.get(name)), 0),
+        num_mtp_layers=num_mtp_layers(config),
     )
 
 

@@ -15,6 +15,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from tetrarch.config.files import is_file, is_folder
 from tetrarch.core.errors import CheckpointError
 
 __all__ = ["fetch"]
@@ -35,10 +36,10 @@ def fetch(model: str, *, revision: str | None = None) -> Path:
         CheckpointError: No such folder, no such name, no permission, or no network and no
             complete copy in the hub cache.
     """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    folder = _expanded(model)
+    if is_folder(folder):
         return folder
-    if folder.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1:
+    if is_file(folder) or model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise CheckpointError(
             f"{model} is not a folder",
             why="a path must name a folder that holds config.json and safetensors",
@@ -49,6 +50,13 @@ def fetch(model: str, *, revision: str | None = None) -> Path:
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         why, fix = _explain(error)
         raise CheckpointError(f"cannot fetch {model!r} from the hub", why=why, fix=fix) from error
+
+
+def _expanded(model: str) -> Path:
+    try:
+        return Path(model).expanduser()
+    except RuntimeError:  # `~somebody`, whom this machine does not know
+        return Path(model)
 
 
 def _explain(error: Exception) -> tuple[str, str]:

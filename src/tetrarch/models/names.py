@@ -8,13 +8,13 @@ names alone; no tensor passes through it. `tests/models/test_names.py` pins the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -22,12 +22,24 @@ from tetrarch.core.errors import CheckpointError
 from tetrarch.models.experts import is_expert_module
 from tetrarch.moe.types import Part
 
-__all__ = ["DenseDestination", "Destination", "ExpertDestination", "Ignored", "NamePlan"]
+__all__ = [
+    "DenseDestination",
+    "Destination",
+    "ExpertDestination",
+    "Ignored",
+    "NamePlan",
+    "num_mtp_layers",
+]
 
 # A number that is a whole component of a dotted name: a layer or an expert, not the 1 of `w1`.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _MTP = re.compile(r"^(model\.)?mtp\.")
-_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+# A draft layer numbered on from the model's own, as DeepSeek and GLM write it, and its mark: what
+# joins the last hidden state to the next embedding, and a head that is shared.
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.(?:(eh_proj|enorm|hnorm|shared_head)\.)?")
+_NUMBERED = r"model\.layers\."  # how transformers' list of names to skip begins for them
+# How families spell the number of their draft layers.
+_MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 # Only these are undone by naming the expert and the part; any other op would change the tensor.
 _NAMED_OPS = {"MergeModulelist", "Concatenate"}
 
@@ -112,6 +124,12 @@ class _Template:
     part: Part | None
 
 
+def num_mtp_layers(config: PreTrainedConfig) -> int:
+    """Return how many draft layers a configuration announces."""
+    fields = vars(config.get_text_config())
+    return next((int(fields[name]) for name in _MTP_FIELDS if fields.get(name)), 0)
+
+
 class NamePlan:
     """Resolve checkpoint names of one model.
 
@@ -125,7 +143,10 @@ class NamePlan:
         self._converters = [step for step in mapping if isinstance(step, WeightConverter)]
         self._prefix = model.base_model_prefix
         self._model_type = str(model.config.model_type)
-        self._num_layers = int(model.config.num_hidden_layers)
+        skipped: Collection[str] = model._keys_to_ignore_on_load_unexpected or ()  # pyright: ignore[reportPrivateUsage]
+        numbered = any(pattern.startswith(_NUMBERED) for pattern in skipped)
+        first = int(model.config.num_hidden_layers)
+        self.numbered_drafts = range(first, first + num_mtp_layers(model.config) * numbered)
         self._tied = frozenset(model.all_tied_weights_keys)
         self._names = dict.fromkeys(model.state_dict(), True)
         self._stacks = {
@@ -162,10 +183,30 @@ class NamePlan:
             path, _ = renaming.rename_source_key(path)
         return path.removesuffix(".")
 
-    def ignored(self, name: str) -> Ignored | None:
-        """Return why a tensor is left out, or `None` when it is not."""
-        layer = _LAYER.match(name)
-        if _MTP.match(name) or (layer and int(layer[1]) >= self._num_layers):
+    def draft_layers(self, names: Iterable[str]) -> frozenset[int]:
+        """Return which of a checkpoint's layers are drafts that are numbered like the others.
+
+        The configuration announces them, the family writes them so, and a tensor of theirs shows
+        it. Any other layer past the model's own means that configuration and weights differ.
+
+        Args:
+            names: All of the checkpoint's tensors.
+        """
+        if not self.numbered_drafts:
+            return frozenset()
+        found = (_LAYER.match(name) for name in names)
+        marked = frozenset(int(layer[1]) for layer in found if layer and layer[2])
+        return marked.intersection(self.numbered_drafts)
+
+    def ignored(self, name: str, *, drafts: Collection[int] = ()) -> Ignored | None:
+        """Return why a tensor is left out, or `None` when it is not.
+
+        Args:
+            name: Its name.
+            drafts: `draft_layers` of its checkpoint.
+        """
+        layer = _LAYER.match(name) if drafts else None
+        if _MTP.match(name) or (layer and int(layer[1]) in drafts):
             return Ignored.MTP
         if name.endswith("rotary_emb.inv_freq"):
             return Ignored.ROTARY

@@ -7,7 +7,7 @@ shapes and types is told at once, and a running model stays what it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from tetrarch.config.plan import QuantPlan
@@ -66,7 +66,7 @@ def place(model: Model, source: Source, quant: QuantPlan) -> Placements:
         CheckpointError: Tensors are missing, unexpected, mismatched, half-paired, given twice or
             of a refused format; all of them are named at once.
     """
-    survey = _Survey(model, quant)
+    survey = _Survey(model, quant, drafts=model.names.draft_layers(source.headers))
     for name, parts in group(source.headers, survey.drop).items():
         survey.add(name, parts)
     return survey.finish(source.name)
@@ -89,7 +89,8 @@ def place_some(
     Raises:
         CheckpointError: Weights are unexpected, mismatched, given twice or of a refused format.
     """
-    survey = _Survey(model, quant)
+    # The tensor that shows a draft layer may be in another call.
+    survey = _Survey(model, quant, drafts=model.names.numbered_drafts)
     waiting: dict[str, str] = {}
     for name, parts in weights.items():
         if (lacking := survey.lacking(name, parts)) is None:
@@ -135,8 +136,8 @@ def group(
 class _Survey:
     """What has been seen of a checkpoint so far."""
 
-    def __init__(self, model: Model, quant: QuantPlan) -> None:
-        self._model = model
+    def __init__(self, model: Model, quant: QuantPlan, *, drafts: Collection[int]) -> None:
+        self._model, self._drafts = model, drafts
         self._static = any(s.scope is Scope.TENSOR for s in quant.contract.activation_scales)
         self._faults = Faults()
         self._census = ExpertCensus(model.experts, model.ignored, quant.contract)
@@ -150,13 +151,14 @@ class _Survey:
 
     def add(self, name: str, parts: Headers) -> None:
         """Place one weight, or note what is wrong with it."""
-        if (kind := self._model.names.ignored(name)) is not None:
+        if (kind := self._model.names.ignored(name, drafts=self._drafts)) is not None:
             for tensor, _ in parts.values():
                 self.drop(Unused(kind.value), tensor)
             return
         weight = recognise(name, parts)
         if isinstance(weight, tuple) and weight[0] is Fault.REFUSED:
             self._faults.add(*weight)
+            self._claim_refused(name)
             return
         to = self._resolve(name)
         if to is None:
@@ -221,6 +223,17 @@ class _Survey:
             self._dense[to.name] = name
         if other is not None:
             self._faults.add(Fault.TWICE, f"{name} and {other}")
+
+    def _claim_refused(self, name: str) -> None:
+        """Count a weight that is there in a form we do not read: it is not missing on top.
+
+        MXFP4 is two tensors for one destination, so that a second claim is no fault here.
+        """
+        to = self._resolve(name.removesuffix("_blocks").removesuffix("_scales"))
+        if isinstance(to, ExpertDestination):
+            self._census.claim(to, name)
+        elif to is not None:
+            self._dense[to.name] = name
 
     def _shape(self, to: Destination) -> tuple[int, ...]:
         if isinstance(to, ExpertDestination):

@@ -30,6 +30,16 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention)
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
 # These rescale with the longest position of the batch, which mixes sequences.
 _LIVE_ROPE = {"dynamic", "longrope"}
+# What transformers raises over numbers that do not go together.
+_STUMBLES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 # MLA families whose absorbed form is tested against Hugging Face (tests/models/test_families.py).
 _LATENT_FAMILIES = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
 
@@ -131,7 +141,7 @@ def _instantiate(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMode
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False
             )
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except _STUMBLES as error:
         why = f"transformers cannot build it: {type(error).__name__}: {error}"
         raise _refusal(config, why) from error
     return model.eval()
@@ -157,7 +167,7 @@ def _visit(
             )
     except TetrarchError:
         raise
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+    except _STUMBLES as error:
         why = f"a forward without data failed: {type(error).__name__}: {error}"
         raise _refusal(model.config, why) from error
     finally:

@@ -7,7 +7,6 @@ read, so that a checkpoint which does not fit is refused before anything has bee
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +15,26 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tetrarch.core.errors import CheckpointError
+from tetrarch.config.headers import no_weights, read_headers
 from tetrarch.models.shard import Shard
 
 __all__ = ["SafetensorsSource", "Source", "TensorHeader", "TensorSource", "reading_order"]
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +86,7 @@ def _natural_key(name: str) -> list[tuple[int, str]]:
 class SafetensorsSource:
     """The weights of a checkpoint folder: one file, or shards under an index.
 
-    Its files stay open as long as it lives, and a tensor lives as long as somebody holds it.
+    Tensors are read when they are asked for (`models/shard.py`).
 
     Raises:
         CheckpointError: No weights, a missing or damaged shard, or an index that does not
@@ -82,13 +95,16 @@ class SafetensorsSource:
 
     def __init__(self, folder: Path | str) -> None:
         self._folder = Path(folder)
-        self._shards: dict[str, Shard] = {}
         self._headers: dict[str, TensorHeader] = {}
-        index = _read_index(self._folder)
-        shards = [_SINGLE] if index is None else sorted(set(index.values()))
-        for shard in shards:
-            self._open(shard)
-        _check_index(self._folder, index or {}, self._headers)
+        self._offsets: dict[str, int] = {}
+        for header in read_headers(self._folder).values():
+            dtype = _DTYPES[header.dtype]
+            self._headers[header.name] = TensorHeader(header.shape, dtype, header.file)
+            self._offsets[header.name] = header.offset
+        if not self._headers:
+            raise no_weights(self._folder)
+        files = sorted({header.file for header in self._headers.values()})
+        self._shards = {file: Shard(self._folder / file) for file in files}
 
     @property
     def name(self) -> str:
@@ -101,66 +117,16 @@ class SafetensorsSource:
         return self._headers
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield these tensors, in this order, each read when its turn has come.
+        """Yield these tensors, in this order, each in memory of its own.
 
         Raises:
-            CheckpointError: A file has changed since its header was read, or cannot be read.
+            CheckpointError: A file has changed since it was opened, or cannot be read.
         """
         for name in names:
-            yield name, self._shards[self._headers[name].file].read(name)
-
-    def _open(self, shard: str) -> None:
-        path = self._folder / shard
-        if not path.is_file():
-            raise CheckpointError(
-                f"{path} is missing",
-                why=f"{_INDEX} names it",
-                fix="download the checkpoint again, or copy the shard into the folder",
-            )
-        self._shards[shard] = opened = Shard(path)
-        for name, (shape, dtype) in opened.entries.items():
-            if name in self._headers:
-                raise CheckpointError(
-                    f"{self._folder} holds {name} twice",
-                    why=f"it is in {self._headers[name].file} and in {shard}",
-                    fix="remove the shard that the index does not name for it",
-                )
-            self._headers[name] = TensorHeader(shape, dtype, shard)
-
-
-def _read_index(folder: Path) -> dict[str, str] | None:
-    """Return tensor → shard, or `None` where one file holds everything."""
-    if (folder / _SINGLE).is_file():
-        return None
-    path = folder / _INDEX
-    if not path.is_file():
-        raise CheckpointError(
-            f"{folder} holds no safetensors weights",
-            why=f"neither {_SINGLE} nor {_INDEX} is there",
-            fix="pass the folder of a Hugging Face checkpoint in safetensors format",
-        )
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        index = {str(name): Path(str(shard)).name for name, shard in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} is damaged",
-            why=f"it must be JSON with a weight_map from names to files ({error!r})",
-            fix="download the file again",
-        ) from error
-    return index
-
-
-def _check_index(folder: Path, index: dict[str, str], headers: dict[str, TensorHeader]) -> None:
-    absent = [
-        name for name, shard in index.items() if name not in headers or headers[name].file != shard
-    ]
-    if absent:
-        raise CheckpointError(
-            f"{folder / _INDEX} names {len(absent)} tensors that their shards do not hold",
-            why=", ".join(f"{name} in {index[name]}" for name in reading_order(absent)[:10]),
-            fix="download the checkpoint again; index and shards are of different versions",
-        )
+            header = self._headers[name]
+            shard = self._shards[header.file]
+            octets = shard.read(name, self._offsets[name], header.num_bytes)
+            yield name, octets.view(header.dtype).view(header.shape)
 
 
 class TensorSource:

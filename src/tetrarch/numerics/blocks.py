@@ -17,7 +17,7 @@ from tetrarch.numerics.contract import Recipe
 from tetrarch.numerics.e2m1 import E2M1_MAX, round_to_e2m1
 from tetrarch.numerics.four_over_six import element_scale, round_4over6
 from tetrarch.numerics.fp8 import round_to_e4m3
-from tetrarch.numerics.scales import token_scales
+from tetrarch.numerics.scales import constant, token_scales
 
 __all__ = [
     "BLOCK",
@@ -49,13 +49,18 @@ def quantize(
         row_amax: (R, 1) fp32, for the strict error of a recipe with one encode scale per row.
 
     Returns:
-        numbers: (R, K) fp32.
-        scales: (R, K / 16) fp32.
+        numbers: (R, K / 16, 16) fp32.
+        scales: (R, K / 16, 1) fp32.
     """
     blocks, amax = _blocks(rows)
-    scale = (encode_scale, encode_scale.reciprocal())
-    numbers, scales = _round(blocks, amax, scale=scale, recipe=recipe, row_amax=row_amax)
-    return numbers.view(rows.shape), scales
+    encode_scale = encode_scale.unsqueeze(-1)
+    return _round(
+        blocks,
+        amax,
+        scale=(encode_scale, encode_scale.reciprocal()),
+        recipe=recipe,
+        row_amax=None if row_amax is None else row_amax.unsqueeze(-1),
+    )
 
 
 def quantize_per_row(
@@ -69,15 +74,15 @@ def quantize_per_row(
         recipe: 4-over-6, or `None`.
 
     Returns:
-        numbers: (R, K) fp32.
-        scales: (R, K / 16) fp32.
+        numbers: (R, K / 16, 16) fp32.
+        scales: (R, K / 16, 1) fp32.
         token_scale: (R, 1) fp32.
     """
     blocks, amax = _blocks(rows)
-    row_amax = amax.amax(-1, keepdim=True)
+    row_amax = amax.amax(1, keepdim=True)
     scale = token_scales(row_amax, factor)
     numbers, scales = _round(blocks, amax, scale=scale, recipe=recipe, row_amax=row_amax)
-    return numbers.view(rows.shape), scales, scale[1]
+    return numbers, scales, scale[1].squeeze(-1)
 
 
 def scaled(numbers: Tensor, scales: Tensor) -> Tensor:
@@ -87,9 +92,9 @@ def scaled(numbers: Tensor, scales: Tensor) -> Tensor:
 
 
 def _blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (R, B, 16) fp32 and the largest magnitude of each block, -1 where all are NaN."""
+    """Return (R, B, 16) fp32 and each block's largest magnitude: (R, B, 1), -1 if all are NaN."""
     blocks = rows.float().view(rows.shape[0], rows.shape[1] // BLOCK, BLOCK)
-    return blocks, blocks.abs().nan_to_num_(nan=-1.0, posinf=math.inf).amax(-1)
+    return blocks, blocks.abs().nan_to_num_(nan=-1.0, posinf=math.inf).amax(-1, keepdim=True)
 
 
 def _round(
@@ -100,16 +105,16 @@ def _round(
     recipe: Recipe | None,
     row_amax: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return numbers (R, B, 16) and scales (R, B); `scale` is the encode and the decode scale."""
+    """Return numbers and scales; `scale` is encode and decode scale, both of three dimensions."""
     amax = torch.threshold_(amax, -0.5, math.nan)
     if recipe is not None:
         return round_4over6(blocks, amax, scale=scale, recipe=recipe, row_amax=row_amax)
     # A block of zeros needs no case of its own: its scale is 0, and multiplying zeros by anything
     # finite leaves them and their signs alone.
     encode_scale, decode_scale = scale
-    scales = round_to_e4m3(amax * (encode_scale * _ONE_SIXTH)).float()
-    multiplier = element_scale(scales, decode_scale)
-    return round_to_e2m1(blocks * multiplier.unsqueeze(-1)), scales
+    sixth = encode_scale * constant(_ONE_SIXTH, encode_scale.device)
+    scales = round_to_e4m3(amax * sixth).float()
+    return round_to_e2m1(blocks * element_scale(scales, decode_scale)), scales
 
 
 def check_values(values: Tensor) -> None:

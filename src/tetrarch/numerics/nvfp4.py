@@ -80,7 +80,7 @@ def encode(
 
     def chunk(rows: Tensor, scale: Tensor, largest: Tensor | None) -> tuple[Tensor, ...]:
         numbers, scales = quantize(rows, scale, recipe=recipe, row_amax=largest)
-        return pack(numbers), scales.to(torch.float8_e4m3fn)
+        return pack(numbers).flatten(1), scales.squeeze(-1).to(torch.float8_e4m3fn)
 
     codes, block_scale = by_chunks(chunk, values, encode_scale, row_amax)
     return codes, block_scale
@@ -115,7 +115,8 @@ def encode_per_token(
 
     def chunk(rows: Tensor) -> tuple[Tensor, ...]:
         numbers, scales, token_scale = quantize_per_row(rows, factor, recipe=recipe)
-        return pack(numbers), scales.to(torch.float8_e4m3fn), token_scale
+        block_scale = scales.squeeze(-1).to(torch.float8_e4m3fn)
+        return pack(numbers).flatten(1), block_scale, token_scale
 
     codes, block_scale, token_scale = by_chunks(chunk, values)
     return codes, block_scale, token_scale.squeeze(-1)
@@ -178,7 +179,8 @@ def fake_quant(
     check_recipe(recipe)
 
     def chunk(rows: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        return (scaled(*quantize(rows, scale, recipe=recipe)).to(dtype),)
+        numbers, scales = quantize(rows, scale, recipe=recipe)
+        return (numbers.mul_(scales).flatten(1).to(dtype),)
 
     return by_chunks(chunk, values, encode_scale)[0]
 
@@ -211,7 +213,7 @@ def fake_quant_per_token(
 
     def chunk(rows: Tensor) -> tuple[Tensor, ...]:
         numbers, scales, token_scale = quantize_per_row(rows, factor, recipe=recipe)
-        return scaled(numbers, scales).to(dtype), token_scale
+        return numbers.mul_(scales).flatten(1).to(dtype), token_scale
 
     products, token_scale = by_chunks(chunk, values)
     return products, token_scale.squeeze(-1)

@@ -18,7 +18,8 @@ from tetrarch.core.errors import TetrarchError
 from tetrarch.core.log import get_logger
 from tetrarch.serve.auth import Auth, Keys
 from tetrarch.serve.door import Door
-from tetrarch.serve.errors import Failure, failure_of, failure_response
+from tetrarch.serve.errors import Failure, HttpError, failure_of, failure_response
+from tetrarch.serve.limit import BodyLimit
 from tetrarch.serve.routes import ROUTES, Access
 
 __all__ = ["build_app"]
@@ -32,6 +33,7 @@ def build_app(door: Door) -> Starlette:
         middleware=[
             Middleware(_OneSlash),
             Middleware(Auth, keys=_keys(door)),
+            Middleware(BodyLimit, max_bytes=door.plan.serve.max_body_bytes),
         ],
         exception_handlers={
             TetrarchError: _on_our_error,
@@ -79,7 +81,7 @@ class _OneSlash:
 
 async def _on_our_error(request: Request, error: Exception) -> Response:
     failure = failure_of(cast("TetrarchError", error))
-    if failure.status == 500:
+    if failure.status == 500 and not isinstance(error, HttpError):  # that one is no surprise
         _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return failure_response(failure, path=request.url.path)
 

@@ -33,6 +33,7 @@ _KINDS = {
     403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    413: "PayloadTooLargeError",
     503: "ServiceUnavailableError",
 }
 

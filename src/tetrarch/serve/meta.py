@@ -67,7 +67,10 @@ def finish_object(finish: FinishReason | None) -> dict[str, Any] | None:
         return {"type": "stop", "matched": finish.matched}
     if finish.kind == "length":
         return {"type": "length", "length": finish.length}
-    return {"type": "abort", "message": finish.message or "aborted"}
+    abort: dict[str, Any] = {"type": "abort", "message": finish.message or "aborted"}
+    if finish.status is not None:  # it failed; nobody asked for it
+        abort |= {"status_code": finish.status, "err_type": finish.code}
+    return abort
 
 
 class LogprobLists:

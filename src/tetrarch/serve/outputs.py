@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.types import Receive
 
+from tetrarch.core.log import get_logger
 from tetrarch.engine.request import Delta, FinishReason, GenerateRequest, WeightSpan
 from tetrarch.engine.stream import OutputText
 from tetrarch.engine.text import Tokenizer
@@ -24,6 +25,7 @@ __all__ = ["Generation", "Output", "Piece", "generate"]
 
 _SAME: Mapping[str, str] = {}
 _NONE: Mapping[str, Sequence[str]] = {}
+_log = get_logger(__name__)
 CLIENT_GONE = 499
 """Status of a request whose client hung up; nobody receives it."""
 
@@ -79,12 +81,16 @@ class Output:
 
 
 class Generation:
-    """The outputs of an HTTP request in flight; made by `generate`."""
+    """The outputs of an HTTP request in flight; made by `generate`.
+
+    An output that fails ends alone, as an abort that says why. Where all fail, the request does.
+    """
 
     def __init__(self, mailbox: Mailbox, outputs: Sequence[Output], metrics: Metrics) -> None:
         self.outputs = list(outputs)
         self._mailbox, self._metrics = mailbox, metrics
         self._by_rid = {output.request.rid: output for output in outputs}
+        self._num_failed = 0
 
     @property
     def is_done(self) -> bool:
@@ -95,24 +101,35 @@ class Generation:
         """Wait for news; return the outputs that have grown or finished, in request order.
 
         Raises:
-            HttpError: An output failed.
-            EngineDead: The engine did.
+            HttpError: The last output failed, like all others.
+            EngineDead: The engine ended.
         """
         grown: dict[int, Output] = {}
         for delta in await self._mailbox.take():
             output = self._by_rid[delta.rid]
             output.push(delta)
             self._metrics.observe(delta, of=output.request, timeline=output.timeline)
-            _check(delta.finish)
+            self._check(delta)
             grown[output.index] = output
         return [grown[index] for index in sorted(grown)]
+
+    def _check(self, delta: Delta) -> None:
+        """An abort that carries a status is a failure; without, it was asked for."""
+        finish = delta.finish
+        if finish is None or finish.kind != "abort" or finish.status is None:
+            return
+        if finish.status >= 500:
+            _log.warning("request %s failed: %s", delta.rid, finish.message)
+        self._num_failed += 1
+        if self._num_failed == len(self.outputs):
+            raise HttpError(_failure(finish, finish.status))
 
     async def complete(self) -> list[Output]:
         """Wait for all outputs, and return them.
 
         Raises:
-            HttpError: An output failed.
-            EngineDead: The engine did.
+            HttpError: All outputs failed.
+            EngineDead: The engine ended.
         """
         while not self.is_done:
             await self.advance()
@@ -157,20 +174,15 @@ async def generate(
         mailbox.close()
 
 
-def _check(finish: FinishReason | None) -> None:
-    """An abort that carries a status is a failure of the request; without, it was asked for."""
-    if finish is None or finish.kind != "abort" or finish.status is None:
-        return
+def _failure(finish: FinishReason, status: int) -> Failure:
     message = finish.message or "the request was aborted"
-    kind = "Bad Request" if finish.status == 400 else finish.code or ""
-    raise HttpError(
-        Failure(
-            status=finish.status,
-            message=message,
-            kind=kind,
-            param=finish.param,
-            headers=busy_headers(finish.status),
-        )
+    kind = "Bad Request" if status == 400 else finish.code or ""
+    return Failure(
+        status=status,
+        message=message,
+        kind=kind,
+        param=finish.param,
+        headers=busy_headers(status),
     )
 
 

@@ -23,6 +23,7 @@ _RULES = """\
 - A request is refused with 400, and the message names the key and its bound. Under `/v1/` the
   body is `{"object": "error", "message", "type", "param", "code"}`, elsewhere
   `{"error": {"message", "type", "param", "code"}}`.
+- A body of more than `--max-body-bytes` is refused with 413, and not read to its end.
 - 503 with `Retry-After` means that the engine is loading, stopping or gone; or, as the error's
   `type` says, `weights_inconsistent`, `weights_released`, `weights_not_loaded` or `kv_released`.
 - Control endpoints of trainers answer `{"success", "message", ...}`, and with `error` besides when
@@ -30,6 +31,8 @@ _RULES = """\
 - A stream is `data: <one line of JSON>` and an empty line, event by event, and `data: [DONE]` at
   the end. There are no comments and no pings. A failure after the start is an event with a
   top-level `error`. The first event is awaited before the status line.
+- One output of several that fails ends alone: its finish reason is `abort`, and `/generate` adds
+  `message`, `status_code` and `err_type`. Where all outputs fail, the request does.
 - A client that hangs up ends its request, streaming or not.
 - A trailing slash does not matter.
 - `--api-key` is a bearer token for everything except probes. With `--admin-api-key`, control

@@ -181,6 +181,29 @@ def check_products(f: dict[str, Tensor], prefix: str, result: Any, *, budget: in
         assert torch.equal(result[1], f[name] if name in f else f[f"{prefix}_per_token_scale"])
 
 
+def test_with_one_rounding_a_layer_equals_flashinfers_reference(
+    flashinfer: dict[str, Tensor],
+    run_golden: Callable[..., Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first GEMM apart from the second's quantizer: this golden leaves the intermediate BF16.
+
+    Negative control: with the second rounding the layer is far from it.
+    """
+    tag = "token_no_fc2_quant"
+    both = golden_error(flashinfer, tag, run_golden(tag, ONLINE, TOKEN))
+    assert both > 4 * ROUNDING[TOKEN]
+    quantize, gemm = nvfp4.fake_quant_per_token, itertools.count(1)
+
+    def first_only(rows: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        if next(gemm) == 1:
+            return quantize(rows, **options)
+        return rows.float(), torch.ones(rows.shape[0])
+
+    monkeypatch.setattr(nvfp4, "fake_quant_per_token", first_only)
+    assert golden_error(flashinfer, tag, run_golden(tag, ONLINE, TOKEN)) < ROUNDING[TOKEN]
+
+
 @pytest.mark.parametrize(("tag", "quantization", "activations"), GOLDENS)
 def test_wrong_weights_do_not_equal_flashinfers_reference(
     flashinfer: dict[str, Tensor],

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 __all__ = ["Permutation", "finalize", "permute"]
@@ -29,24 +31,27 @@ class Permutation:
 def permute(topk_ids: Tensor, *, first_expert: int, num_experts: int) -> Permutation:
     """Sort (token, slot) pairs by expert; equal experts keep token order.
 
+    On the host, which must know the counts anyway, and in numpy: for one token on a CPU that takes
+    a third of the time that torch takes.
+
     Args:
         topk_ids: (M, K) integer, global expert ids. Ids outside
             `first_expert .. first_expert + num_experts - 1` get no row.
         first_expert: Global id of this rank's first expert.
         num_experts: Experts of this rank.
     """
-    ids, position = topk_ids.flatten().sort(stable=True)
-    # Counted on the host, which must know the counts anyway; half as long as three more kernels.
-    rows = sorted(Counter[int](ids.tolist()).items())
-    counts = tuple((e - first_expert, n) for e, n in rows if 0 <= e - first_expert < num_experts)
-    begin = sum(count for expert, count in rows if expert < first_expert)
-    local = slice(begin, begin + sum(count for _, count in counts))
-    position = position[local]
+    ids: NDArray[np.integer] = topk_ids.flatten().cpu().numpy() - first_expert
+    order = ids.argsort(kind="stable")
+    expert = ids[order]
+    begin, end = expert.searchsorted((0, num_experts))
+    position, expert = order[begin:end], expert[begin:end]
+    counts = Counter[int](expert.tolist())  # in ascending order, as the ids are
+    device = topk_ids.device
     return Permutation(
-        counts=counts,
-        expert=ids[local] - first_expert,
-        token=position.div(topk_ids.shape[1], rounding_mode="floor"),
-        position=position,
+        counts=tuple(counts.items()),
+        expert=torch.from_numpy(expert).to(device),
+        token=torch.from_numpy(position // topk_ids.shape[1]).to(device),
+        position=torch.from_numpy(position).to(device),
     )
 
 
