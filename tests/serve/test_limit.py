@@ -48,6 +48,20 @@ def test_a_body_that_is_too_large_is_413_and_one_that_just_fits_is_read(
     assert http.post(path, content=make(LIMIT), headers=JSON).status_code == 200
 
 
+def test_tensors_have_a_bound_of_their_own(limited_server: ScriptedServer) -> None:
+    body = {"serialized_named_tensors": ["QUFB" * 1000]}
+    reply = limited_server.http.post("/update_weights_from_tensor", json=body)
+    assert reply.status_code == 200
+    [action] = limited_server.engine.actions
+    assert action.data == b"AAA" * 1000
+    assert limited_server.http.post("/update_weights_from_disk", json=body).status_code == 413
+    head = f"POST /update_weights_from_tensor HTTP/1.1\r\nHost: x\r\nContent-Length: {6 << 30}"
+    host, port = limited_server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(f"{head}\r\nExpect: 100-continue\r\n\r\n".encode())
+        assert connection.recv(1000).startswith(b"HTTP/1.1 413 ")
+
+
 def test_a_client_that_sends_it_all_before_it_reads_gets_its_answer(
     limited_server: ScriptedServer,
 ) -> None:

@@ -33,7 +33,7 @@ def build_app(door: Door) -> Starlette:
         middleware=[
             Middleware(_OneSlash),
             Middleware(Auth, keys=_keys(door)),
-            Middleware(BodyLimit, max_bytes=door.plan.serve.max_body_bytes),
+            Middleware(BodyLimit, max_bytes=door.plan.serve.max_body_bytes, own=_own_bounds()),
         ],
         exception_handlers={
             TetrarchError: _on_our_error,
@@ -53,6 +53,15 @@ async def _call(
     handler: Callable[[Door, Request], Awaitable[Response]], door: Door, request: Request
 ) -> Response:
     return await handler(door, request)
+
+
+def _own_bounds() -> dict[str, int]:
+    return {
+        path: route.max_body_bytes
+        for route in ROUTES
+        for path in route.paths
+        if route.max_body_bytes is not None
+    }
 
 
 def _keys(door: Door) -> Keys:

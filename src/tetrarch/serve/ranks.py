@@ -8,11 +8,13 @@ from collections.abc import Sequence
 
 from tetrarch.core.errors import RequestError
 
-__all__ = ["MOST_BYTES", "decode_ranks"]
+__all__ = ["MOST_BODY_BYTES", "MOST_BYTES", "decode_ranks"]
 
 _KEY = "serialized_named_tensors"
 MOST_BYTES = (1 << 32) - (1 << 16)
 """Of one rank's payload: what msgpack can carry to the engine, less the rest of the message."""
+MOST_BODY_BYTES = MOST_BYTES // 3 * 4 + (1 << 20)
+"""Of a whole call: base64 of that, and the other fields."""
 
 
 def decode_ranks(encoded: Sequence[str], *, num_ranks: int) -> list[bytes]:

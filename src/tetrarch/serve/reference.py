@@ -23,7 +23,8 @@ _RULES = """\
 - A request is refused with 400, and the message names the key and its bound. Under `/v1/` the
   body is `{"object": "error", "message", "type", "param", "code"}`, elsewhere
   `{"error": {"message", "type", "param", "code"}}`.
-- A body of more than `--max-body-bytes` is refused with 413, and not read to its end.
+- A body of more than `--max-body-bytes` is refused with 413, and not read to its end. Tensors of
+  /update_weights_from_tensor have a bound of their own, 4 GiB a call.
 - 503 with `Retry-After` means that the engine is loading, stopping or gone; or, as the error's
   `type` says, `weights_inconsistent`, `weights_released`, `weights_not_loaded` or `kv_released`.
 - Control endpoints of trainers answer `{"success", "message", ...}`, and with `error` besides when

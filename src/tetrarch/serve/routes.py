@@ -49,6 +49,7 @@ from tetrarch.serve.memory import (
 from tetrarch.serve.native import GenerateBody, generate_native
 from tetrarch.serve.openai_types import ChatBody, CompletionBody
 from tetrarch.serve.probes import health, health_generate, loads, metrics, ready
+from tetrarch.serve.ranks import MOST_BODY_BYTES
 from tetrarch.serve.tokenize import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from tetrarch.serve.weights import (
     BeginBody,
@@ -82,6 +83,7 @@ class Route:
     Attributes:
         paths: The first is its name, the others are what older clients call it.
         body: Type of the JSON body, where it reads one.
+        max_body_bytes: Largest body that it reads, where that is more than --max-body-bytes.
     """
 
     methods: tuple[str, ...]
@@ -89,6 +91,7 @@ class Route:
     handler: Handler
     body: type[msgspec.Struct] | None = None
     access: Access = Access.KEY
+    max_body_bytes: int | None = None
 
 
 def _get(handler: Handler, *paths: str, access: Access = Access.KEY) -> Route:
@@ -108,8 +111,16 @@ def _control(
     body: type[msgspec.Struct] | None = None,
     *,
     methods: tuple[str, ...] = ("POST",),
+    max_body_bytes: int | None = None,
 ) -> Route:
-    return Route(methods=methods, paths=(path,), handler=handler, body=body, access=Access.CONTROL)
+    return Route(
+        methods=methods,
+        paths=(path,),
+        handler=handler,
+        body=body,
+        access=Access.CONTROL,
+        max_body_bytes=max_body_bytes,
+    )
 
 
 ROUTES: tuple[Route, ...] = (
@@ -138,7 +149,12 @@ ROUTES: tuple[Route, ...] = (
     _control(pause_generation, "/pause_generation", PauseBody),
     _control(continue_generation, "/continue_generation", ContinueBody),
     _control(update_weights_from_disk, "/update_weights_from_disk", DiskBody),
-    _control(update_weights_from_tensor, "/update_weights_from_tensor", TensorBody),
+    _control(
+        update_weights_from_tensor,
+        "/update_weights_from_tensor",
+        TensorBody,
+        max_body_bytes=MOST_BODY_BYTES,
+    ),
     _control(update_weights_from_distributed, "/update_weights_from_distributed", DistributedBody),
     _control(init_weights_update_group, "/init_weights_update_group", InitGroupBody),
     _control(destroy_weights_update_group, "/destroy_weights_update_group", DestroyGroupBody),
