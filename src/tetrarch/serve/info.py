@@ -87,6 +87,7 @@ async def server_info(door: Door, _: Request) -> Response:
     plan = door.plan
     facts, capacity = door.client.facts(), door.client.load.max_total_tokens
     limits = cast("dict[str, int]", facts.get("limits", {}))
+    parts: dict[str, Any] = _masked(msgspec.to_builtins(plan))
     state = {
         **_flags(door),
         "world_size": plan.parallel.world_size,
@@ -109,7 +110,7 @@ async def server_info(door: Door, _: Request) -> Response:
             "weight_version": door.weight_version,
             "kv_events": None,
             "engine": facts,
-            "plan": _masked(msgspec.to_builtins(plan)),
+            "plan": {name: part for name, part in parts.items() if name != "decisions"},
             "resolution_log": plan.decisions,
             "internal_states": [state],
         }
