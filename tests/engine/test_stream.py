@@ -165,6 +165,46 @@ def test_a_stop_string_inside_a_token_run_cuts_the_text(
     assert text.push([], FinishReason(kind="stop", matched="ld ag")) == ""
 
 
+def spelled_in_bytes(text: str) -> list[int]:
+    """Ids of the fallback tokenizer, a token for each byte."""
+    return [4 + byte for byte in text.encode()]
+
+
+@pytest.mark.parametrize("falls_back", [False, True], ids=["byte pairs", "byte fallback"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_stop_strings_of_any_characters_are_found_across_tokens_and_deltas(
+    demo_tokenizer: Tokenizer, fallback_tokenizer: Tokenizer, keep: bool, falls_back: bool
+) -> None:
+    """Characters of several tokens, stops of several characters, deltas of several tokens."""
+    rng = random.Random(4)
+    tokenizer = fallback_tokenizer if falls_back else demo_tokenizer
+    num_found = 0
+    for _ in range(150):
+        text = "x" + "".join(rng.choices("ab é中文🙂👩‍👧🇨🇳", k=rng.randrange(2, 30)))
+        stops = tuple(text[at : at + rng.randrange(1, 5)] for at in rng.choices(range(60), k=2))
+        stops = tuple(filter(None, stops)) or ("🇨",)
+        ids = (
+            spelled_in_bytes(text)
+            if falls_back
+            else tokenizer.encode(text, add_special_tokens=False)
+        )
+        hits = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
+        end, length, wanted = min(hits, default=(len(text), 0, None))
+        sampling = SamplingParams(stop=stops, no_stop_trim=keep)
+        for longest in (1, 3, len(ids)):
+            output, shown, rest = OutputText(tokenizer, sampling), "", list(ids)
+            while rest and output.matched is None:
+                size = rng.randrange(1, longest + 1)
+                shown += output.push(rest[:size])
+                rest = rest[size:]
+            assert output.matched == wanted
+            finish = FinishReason(kind="stop", matched=wanted)
+            shown += output.push([], finish if wanted else FinishReason(kind="length"))
+            assert shown == (text[:end] if keep else text[: end + length])
+        num_found += wanted is not None
+    assert num_found > 50  # else this shows little
+
+
 def test_the_same_text_comes_from_one_delta_as_from_many(demo_tokenizer: Tokenizer) -> None:
     ids = demo_tokenizer.encode("one two three four", add_special_tokens=False)
     sampling = SamplingParams(stop=("thr", "four"), min_new_tokens=len(ids))

@@ -63,6 +63,17 @@ def test_parameters_are_their_slots(tiny_checkpoint: TinyCheckpoint, make_plan: 
         assert not any(t.is_meta for t in [*model.hf.parameters(), *model.hf.buffers()])
 
 
+def test_weights_and_children_are_plain_attributes(
+    tiny_checkpoint: TinyCheckpoint, make_plan: MakePlan
+) -> None:
+    for family in ("qwen3_moe", "deepseek_v3"):
+        for module in build_model(make_plan(tiny_checkpoint(family).path)).hf.modules():
+            tables = (module.named_parameters, module.named_buffers)
+            found = {name: value for table in tables for name, value in table(recurse=False)}
+            for name, value in (found | dict(module.named_children())).items():
+                assert vars(module)[name] is value
+
+
 def test_a_write_to_a_slot_is_seen_by_the_forward(
     tiny_checkpoint: TinyCheckpoint, make_plan: MakePlan
 ) -> None:

@@ -30,7 +30,8 @@ def test_layers_of_one_geometry_share_scratch_and_others_get_their_own(
     assert one.scratch["hidden_rows"].shape == (128, 64)  # 64 rows, top-2
     assert wide.scratch["hidden_rows"].shape == (128, 128)
     assert wide.scratch["gate_up_rows"].data_ptr() == one.scratch["gate_up_rows"].data_ptr()
-    assert scratch.num_bytes == 4 * 128 * (64 + 128 + 64)
+    widened = one.scratch["weight"].nbytes + wide.scratch["weight"].nbytes
+    assert scratch.num_bytes == 4 * 128 * (64 + 128 + 64) + widened
 
 
 def test_layers_do_not_share_weights(make_spec: Any, make_quant: Any, make_experts: Any) -> None:

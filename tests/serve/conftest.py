@@ -352,3 +352,13 @@ def limited_server(plan: Plan, tokenizer: Tokenizer) -> Iterator[ScriptedServer]
     server.make_ready()
     yield server
     server.close()
+
+
+@pytest.fixture
+def lenient_server(plan: Plan, tokenizer: Tokenizer) -> Iterator[ScriptedServer]:
+    """With `--allow-auto-truncate`."""
+    serve = replace(plan.serve, allow_auto_truncate=True)
+    server = ScriptedServer(replace(plan, serve=serve), tokenizer)
+    server.make_ready()
+    yield server
+    server.close()

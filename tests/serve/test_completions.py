@@ -123,6 +123,32 @@ def test_a_streamed_echo_comes_once_for_each_output(server: Any) -> None:
             assert [each for part in parts for each in part["logprobs"][key]] == values
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("as_ids", [False, True], ids=["text", "ids"])
+def test_of_a_prompt_that_was_cut_only_what_the_model_read_is_echoed(
+    lenient_server: Any, as_ids: bool, stream: bool
+) -> None:
+    text = "<|im_start|>user\n" + "Is ☃ 2? " * 200
+    ids = lenient_server.door.tokenizer.encode(text)
+    read = ids[:255]  # of a context of 256 tokens
+    shown = lenient_server.door.tokenizer.decode(read, skip_special_tokens=as_ids)
+    assert as_ids or text.startswith(shown.rstrip("\ufffd"))
+    body = {"prompt": ids if as_ids else text, "echo": True, "logprobs": 0, "max_tokens": 1}
+    if stream:
+        pieces = [event["choices"][0] for event in _events(lenient_server, **body)]
+    else:
+        pieces = _complete(lenient_server, **body)["choices"]
+    first = lenient_server.door.tokenizer.encode(ANSWER)[0]
+    assert "".join(piece["text"] for piece in pieces) == shown + "The"
+    scores = {key: [] for key in pieces[0]["logprobs"]}
+    for piece in pieces:
+        for key, values in piece["logprobs"].items():
+            scores[key] += values
+    assert [len(values) for values in scores.values()] == [256] * 4
+    assert scores["token_logprobs"] == [None, *map(_logprob, [*read[1:], first])]
+    assert scores["text_offset"][255] == len(shown)
+
+
 def test_without_echo_the_prompt_is_neither_shown_nor_scored(server: Any) -> None:
     [choice] = _complete(server, prompt="Two words", logprobs=2, max_tokens=4)["choices"]
     assert ANSWER.startswith(choice["text"])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,31 @@ def test_abort_is_exact_unless_a_prefix_is_asked_for(server: ScriptedServer) -> 
         assert not other.done()
         assert abort(server, {"abort_all": True}) == 1
         assert [f.result(5).status_code for f in (first, third, other)] == [200] * 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("n", "rid", "ended"), [(1, "job_0", [0]), (2, "job_1", [2, 3])])
+def test_an_abort_of_one_prompt_of_a_completion_ends_its_choices_alone(
+    server: ScriptedServer, n: int, rid: str, ended: list[int], stream: bool
+) -> None:
+    body = {"prompt": ["a", "b", "c"], "n": n, "rid": "job", "max_tokens": 64, "stream": stream}
+    server.engine.pause = True
+    with ThreadPoolExecutor() as pool:
+        future = pool.submit(server.http.post, "/v1/completions", json=body)
+        while server.client.num_pending < 3 * n:
+            time.sleep(0.005)
+        assert abort(server, {"rid": rid}) == n
+        server.engine.pause = False
+        reply = future.result(5)
+    assert reply.status_code == 200
+    if stream:
+        lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
+        choices = [choice for line in lines[:-1] for choice in json.loads(line)["choices"]]
+    else:
+        choices = reply.json()["choices"]
+    reasons = {each["index"]: each["finish_reason"] for each in choices if each["finish_reason"]}
+    assert reasons == {at: "abort" if at in ended else "stop" for at in range(3 * n)}
+    assert {each["text"] for each in choices if each["index"] in ended} == {""}
 
 
 @pytest.mark.parametrize("body", [{}, {"rid": ""}, {"rid": None, "prefix": True}, {"rid": "ghost"}])

@@ -50,6 +50,7 @@ def test_server_info_holds_plan_sizes_and_state(server: ScriptedServer) -> None:
     assert (info["nnodes"], info["node_rank"], info["enable_memory_saver"]) == (1, 0, False)
     assert info["plan"]["model"]["facts"]["num_experts"] == 8
     assert any(decision["field"] == "quantization" for decision in info["resolution_log"])
+    assert "decisions" not in info["plan"]
     [state] = info["internal_states"]
     assert state["memory_usage"] == {
         "weight": 1.0,

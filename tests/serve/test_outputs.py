@@ -17,6 +17,8 @@ from tetrarch.executor.step import TokenLogprob
 from tetrarch.serve.outputs import Output
 
 ANSWER = "The answer is 42. It is 42!"
+UNICODE = "Ünïcode 🙂👩‍👧 → 日本 done"
+EOS = 2
 
 if TYPE_CHECKING:
     from conftest import ScriptedServer
@@ -172,6 +174,39 @@ def test_what_cannot_run_now_is_told_to_come_again(
     assert error["type"] == "weights_released"
     assert error["code"] == 503
     assert error["message"] == "weights are lent"
+
+
+def text_of(path: str, piece: Any) -> str:
+    """The text that an answer or event holds."""
+    if path == "/generate":
+        return piece["text"]
+    [choice] = piece["choices"]
+    part = choice.get("delta") or choice.get("message") or choice
+    return part.get("content") or part.get("text") or ""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stop", ["ï", "🙂", "👩‍👧", "🙂👩", "\u200d", "→ 日", "本 d", "日本語"])
+def test_a_stop_string_of_several_tokens_ends_the_text_at_every_door(
+    server: ScriptedServer, path: str, stop: str, stream: bool
+) -> None:
+    """The tokenizer has 1024 tokens: each of these characters takes several."""
+    server.engine.answer = UNICODE
+    prompt = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
+    sampling = {"stop": [stop], "max_new_tokens": 99}
+    body = {**prompt, "text": "a", "stop": [stop], "max_tokens": 99, "sampling_params": sampling}
+    if path == "/generate":
+        body["incremental"] = True
+    reply = server.http.post(path, json={**body, "stream": stream})
+    server.engine.answer = ANSWER
+    assert reply.status_code == 200, reply.text
+    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
+    pieces = [text_of(path, json.loads(line)) for line in lines if line != "[DONE]"]
+    assert "".join(pieces) == UNICODE.partition(stop)[0]
+    key = "matched" if path == "/generate" else "matched_stop"
+    matched = json.dumps(stop if stop in UNICODE else EOS, ensure_ascii=False)
+    assert f'"{key}":{matched}' in reply.text
 
 
 def test_death_ends_a_stream_with_an_error_event(fresh_server: ScriptedServer) -> None:

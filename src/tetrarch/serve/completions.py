@@ -108,11 +108,9 @@ class _CompletionWriter:
 
     def _echo(self, output: Output) -> _Echo:
         prompt = self._prompts[output.index // self._job.num_choices]
-        sent, request = self._job.requests[output.index], output.request
-        # Of a prompt that was cut to fit, only what the model has read is echoed.
-        was_cut = len(request.prompt_ids) < len(sent.prompt_ids)
-        text = prompt if isinstance(prompt, str) and not was_cut else None
-        return _Echo(self._tokenizer, request, text)
+        whole = self._job.requests[output.index].prompt_ids
+        sent = prompt if isinstance(prompt, str) else None
+        return _Echo(self._tokenizer, output.request, whole, sent)
 
     def _logprobs(
         self, output: Output, new: Sequence[TokenLogprob], echo: _Echo | None
@@ -146,36 +144,47 @@ class _CompletionWriter:
 
 
 class _Echo:
-    """A prompt as its client reads it again: text as it was sent, ids decoded."""
+    """A prompt as its client reads it again: text as it was sent, ids decoded.
 
-    def __init__(self, tokenizer: Tokenizer, request: GenerateRequest, text: str | None) -> None:
+    Of a prompt that was cut to fit, only what the model has read.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, request: GenerateRequest, whole: Sequence[int], sent: str | None
+    ) -> None:
+        """`whole` are the prompt's ids before they were cut; `sent` is what a client spelt out."""
         self._tokenizer, self._ids = tokenizer, request.prompt_ids
-        self._sampling, self._sent = request.sampling, text
-        self.text = self._decoded() if text is None else text
+        self._sampling, self._lead, size = request.sampling, 0, len(whole)
+        if sent is not None:
+            # Special tokens that the client spelt out are text, those that the tokenizer added not.
+            self._sampling = msgspec.structs.replace(self._sampling, skip_special_tokens=False)
+            self._lead, size = _place(tokenizer.encode(sent, add_special_tokens=False), whole)
+        self._spelt = self._ids[self._lead : self._lead + size]
+        was_cut = len(self._ids) < len(whole)
+        self.text = self._decoded() if sent is None or was_cut else sent
 
     def offsets(self) -> list[int]:
         """Return the character at which each id begins."""
-        if self._sent is None:
-            places = _Places(self._tokenizer, self._sampling)
-            return [places.next(token_id) for token_id in self._ids]
-        # Special tokens that the client spelt out are text, those that the tokenizer added not.
-        spelt = tuple(self._tokenizer.encode(self._sent, add_special_tokens=False))
-        starts = range(len(self._ids) - len(spelt) + 1)
-        lead = next((at for at in starts if self._ids[at : at + len(spelt)] == spelt), None)
-        if lead is None:  # the additions changed how the text is cut
-            lead, spelt = 0, self._ids
-        shown = msgspec.structs.replace(self._sampling, skip_special_tokens=False)
-        places = _Places(self._tokenizer, shown)
-        found = [places.next(token_id) for token_id in spelt]
-        tail = len(self._ids) - lead - len(spelt)
-        return [*[0] * lead, *found, *[len(self._sent)] * tail]
+        places = _Places(self._tokenizer, self._sampling)
+        found = [places.next(token_id) for token_id in self._spelt]
+        lead = [0] * len(self._ids[: self._lead])
+        return [*lead, *found, *[len(self.text)] * (len(self._ids) - len(lead) - len(found))]
 
     def _decoded(self) -> str:
         return self._tokenizer.decode(
-            self._ids,
+            self._spelt,
             skip_special_tokens=self._sampling.skip_special_tokens,
             spaces_between_special_tokens=self._sampling.spaces_between_special_tokens,
         )
+
+
+def _place(part: Sequence[int], whole: Sequence[int]) -> tuple[int, int]:
+    """Return where `part` begins in `whole`, and how long it is."""
+    part, whole = tuple(part), tuple(whole)
+    for at in range(len(whole) - len(part) + 1):
+        if whole[at : at + len(part)] == part:
+            return at, len(part)
+    return 0, len(whole)  # what the tokenizer added changed how the text is cut
 
 
 class _Places:

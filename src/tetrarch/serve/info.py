@@ -88,6 +88,7 @@ async def server_info(door: Door, _: Request) -> Response:
     facts, load = door.client.facts(), door.client.load
     capacity = load.max_total_tokens
     limits = cast("dict[str, int]", facts.get("limits", {}))
+    parts: dict[str, Any] = _masked(msgspec.to_builtins(plan))
     state = {
         **_flags(door),
         "world_size": plan.parallel.world_size,
@@ -112,7 +113,7 @@ async def server_info(door: Door, _: Request) -> Response:
             "is_paused": load.is_paused,
             "kv_events": None,
             "engine": facts,
-            "plan": _masked(msgspec.to_builtins(plan)),
+            "plan": {name: part for name, part in parts.items() if name != "decisions"},
             "resolution_log": plan.decisions,
             "internal_states": [state],
         }

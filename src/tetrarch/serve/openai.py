@@ -67,6 +67,18 @@ class Job:
     names: Mapping[str, str]  # what this endpoint calls the engine's fields
     num_choices: int  # for each prompt
 
+    @property
+    def groups(self) -> Mapping[str, Sequence[str]]:
+        """The id of each prompt of a batch, and those of its choices; what `fan_out_prompts` made.
+
+        The one prompt of a request that has no more goes by the request's own id.
+        """
+        size, rids = self.num_choices, [request.rid for request in self.requests]
+        if len(rids) == size:
+            return {}
+        groups = [rids[at : at + size] for at in range(0, len(rids), size)]
+        return {_prompt_rid(self.rid, index): group for index, group in enumerate(groups)}
+
 
 def fan_out_prompts(
     rid: str, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, logprobs: Logprobs
@@ -82,7 +94,7 @@ def fan_out_prompts(
         for index, ids in enumerate(prompts)
         for request in fan_out(
             GenerateRequest(
-                rid=rid if len(prompts) == 1 else f"{rid}_{index}",
+                rid=rid if len(prompts) == 1 else _prompt_rid(rid, index),
                 prompt_ids=tuple(ids),
                 sampling=sampling,
                 return_logprobs=logprobs.wanted,
@@ -91,6 +103,10 @@ def fan_out_prompts(
             )
         )
     )
+
+
+def _prompt_rid(rid: str, index: int) -> str:
+    return f"{rid}_{index}"
 
 
 async def answer(door: Door, http: Request, job: Job, writer: Writer) -> Response:
@@ -121,7 +137,9 @@ async def _events(
 
 
 def _started(door: Door, http: Request, job: Job) -> AbstractAsyncContextManager[Generation]:
-    return generate(door, http, rid=job.rid, requests=job.requests, names=job.names)
+    return generate(
+        door, http, rid=job.rid, requests=job.requests, names=job.names, groups=job.groups
+    )
 
 
 def _usage(generation: Generation, job: Job) -> Usage:

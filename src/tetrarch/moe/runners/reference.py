@@ -55,7 +55,7 @@ class ReferenceRunner:
         self._spec, self._budget, self._quant = spec, experts.budget, quant
         self._packed = quant.contract.quantizes_weights and not ignored
         self._cached = self._packed and experts.decoded_cache
-        # Where one expert's (K, O) fp32 weight comes from.
+        # Where one expert's (K, O) weight comes from.
         packed_source = _cached if self._cached else _decoded
         self._weight_of = packed_source if self._packed else _plain
         self._activations = quant.contract.activations if self._packed else Activations.BF16
@@ -94,11 +94,16 @@ class ReferenceRunner:
         return {name: TensorSpec(*shape, s.device) for name, shape in shapes.items()}
 
     def scratch_specs(self) -> Mapping[str, TensorSpec]:
-        """Rows in expert order: GEMM 1's input (GEMM 2's output reuses it) and its output."""
+        """Rows in expert order: GEMM 1's input (GEMM 2's output reuses it) and its output.
+
+        And one expert's weight, widened. Freeing a fresh piece of that size each time makes the
+        allocator tidy up: 5 % of a decode step of the demo model.
+        """
         s, rows = self._spec, self._budget.rows * self._spec.top_k
         return {
             "hidden_rows": TensorSpec((rows, s.hidden_size), _FP32, s.device),
             "gate_up_rows": TensorSpec((rows, s.num_up_rows), _FP32, s.device),
+            "weight": TensorSpec((s.hidden_size * s.num_up_rows,), _FP32, s.device),
         }
 
     def pack(self, experts: CanonicalExperts | PlainExperts) -> Mapping[str, Tensor]:
@@ -171,11 +176,13 @@ class ReferenceRunner:
         values, token_scale = self._round("gate_up", x.hidden, weights)
         torch.index_select(values, 0, order.token, out=hidden_rows)
         row_scale = None if token_scale is None else token_scale.index_select(0, order.token)
-        self._gemm("gate_up", hidden_rows, order, weights=weights, out=gate_up_rows)
+        weight = partial(self._weight, weights, "gate_up", room=scratch["weight"])
+        grouped_gemm(hidden_rows, order.counts, weight=weight, out=gate_up_rows)
         self._scale("gate_up", gate_up_rows, order, weights=weights, row_scale=row_scale)
 
         values, row_scale = self._round("down", self._activate(gate_up_rows), weights)
-        self._gemm("down", values, order, weights=weights, out=hidden_rows)
+        weight = partial(self._weight, weights, "down", room=scratch["weight"])
+        grouped_gemm(values, order.counts, weight=weight, out=hidden_rows)
         self._scale("down", hidden_rows, order, weights=weights, row_scale=row_scale)
         return finalize(hidden_rows, order, topk_weights=topk_weights, dtype=x.hidden.dtype)
 
@@ -193,17 +200,14 @@ class ReferenceRunner:
             return nvfp4.fake_quant(rows, encode_scale=encode_scale, recipe=recipe), None
         return rows.float(), None
 
-    def _gemm(
-        self,
-        name: str,
-        rows: Tensor,
-        order: Permutation,
-        *,
-        weights: Mapping[str, Tensor],
-        out: Tensor,
-    ) -> None:
-        weight = partial(self._weight_of, weights, name)
-        grouped_gemm(rows, order.counts, weight=weight, out=out)
+    def _weight(
+        self, weights: Mapping[str, Tensor], name: str, expert: int, *, room: Tensor
+    ) -> Tensor:
+        """Return one expert's (K, O) fp32 weight, widened into `room` where it is narrower."""
+        weight = self._weight_of(weights, name, expert)
+        if weight.dtype == _FP32:
+            return weight
+        return room.as_strided(weight.shape, weight.stride()).copy_(weight)
 
     def _scale(
         self,
@@ -235,7 +239,7 @@ class ReferenceRunner:
 
 
 def _cached(weights: Mapping[str, Tensor], name: str, expert: int) -> Tensor:
-    return weights[f"{name}_decoded"][expert].float()
+    return weights[f"{name}_decoded"][expert]
 
 
 def _decoded(weights: Mapping[str, Tensor], name: str, expert: int) -> Tensor:
@@ -244,7 +248,7 @@ def _decoded(weights: Mapping[str, Tensor], name: str, expert: int) -> Tensor:
 
 
 def _plain(weights: Mapping[str, Tensor], name: str, expert: int) -> Tensor:
-    return weights[name][expert].float().mT
+    return weights[name][expert].mT
 
 
 def _decode_all(weights: Mapping[str, Tensor], name: str) -> Tensor:
