@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tetrarch.serve.routes import ROUTES
+from tetrarch.serve.routes import ROUTES, Access
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +24,8 @@ ENDPOINTS = [
     for route in ROUTES
     for path in route.paths
     for method in route.methods
+    # Control endpoints that an empty body sets off are test_control.py's, on a server of its own.
+    if route.access is not Access.CONTROL or path in ("/flush_cache", "/abort_request")
 ]
 VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "1", "max_tokens": 1},
