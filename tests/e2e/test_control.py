@@ -79,9 +79,9 @@ VALID: dict[str, dict[str, Any]] = {
         "shapes": [[256]],
         "group_name": "nobody's",
     },
-    "/init_weights_update_group": {  # no rank is left for us: refused whatever else is sent
+    "/init_weights_update_group": {  # twice wrong: nobody waits for a trainer that never comes
         "master_address": "127.0.0.1",
-        "master_port": 1,
+        "master_port": 0,
         "rank_offset": 65535,
         "world_size": 2,
     },
