@@ -17,6 +17,7 @@ from tetrarch.config.plan import Plan
 from tetrarch.core.errors import CapacityExceeded, CheckpointError, ConfigError
 from tetrarch.executor.executor import Executor
 from tetrarch.executor.step import Phase, SampleSpec, SeqChunk, Step
+from tetrarch.executor.weights import WeightStore
 from tetrarch.memory.slots import Region, SlotTable
 
 MakePlan = Callable[..., Plan]
@@ -74,8 +75,7 @@ def history_model(monkeypatch: pytest.MonkeyPatch) -> HistoryModel:
     model = HistoryModel()
     room = "tetrarch.executor.executor."
     monkeypatch.setattr(room + "build_model", lambda plan, **_: model)
-    monkeypatch.setattr(room + "load_weights", lambda *_, **__: SimpleNamespace())
-    monkeypatch.setattr(room + "SafetensorsSource", lambda path: None)
+    monkeypatch.setattr(WeightStore, "load", lambda *_: SimpleNamespace())
     return model
 
 

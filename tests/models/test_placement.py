@@ -18,9 +18,10 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from tetrarch.core.errors import CheckpointError
+from tetrarch.models import placement
 from tetrarch.models.build import Model, build_model
 from tetrarch.models.names import DenseDestination, Destination, ExpertDestination
-from tetrarch.models.placement import place
+from tetrarch.models.placement import Placer, place
 from tetrarch.models.report import Unused
 from tetrarch.models.sources import TensorHeader, TensorSource, reading_order
 from tetrarch.numerics.contract import Activations, Quantization
@@ -369,3 +370,35 @@ def test_ninety_thousand_names_are_placed_in_seconds(lab: Any, tmp_path: Path) -
     seconds = time.process_time() - began
     assert len(order) == len(source.headers) == 90427
     assert seconds < 6
+
+
+def test_a_placer_knows_tensors_that_it_has_seen_and_no_others(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = lab.load(lab.tiny("qwen3_moe"))
+    plan = lab.plan(lab.tiny("qwen3_moe"))
+    source, calls = Headers(model), []
+    counted = placement.place
+    monkeypatch.setattr(placement, "place", lambda *of: calls.append(of) or counted(*of))
+    plain = {n: TensorHeader(tuple(t.shape), torch.float32, "") for n, t in model.weights.items()}
+    source.headers = {**{n: h for n, h in source.headers.items() if "experts" in n}, **plain}
+    source.headers = {
+        name: replace(header, dtype=torch.float32)
+        for name, header in source.headers.items()
+        if not name.endswith("_scale_inv")
+    }
+    placer = Placer(model, plan.quant)
+    first = placer.place(source)
+    assert placer.place(source) is first
+    source.headers = {n: replace(h, file="other") for n, h in source.headers.items()}
+    assert placer.place(source) is first  # in which shard a tensor is changes nothing
+    assert len(calls) == 1
+    name = next(iter(plain))
+    source.headers[name] = replace(source.headers[name], dtype=torch.bfloat16)
+    assert placer.place(source) is not first
+    source.headers[name] = replace(source.headers[name], shape=(1, 2))
+    with pytest.raises(CheckpointError, match="mismatched"):
+        placer.place(source)
+    del source.headers[name]
+    with pytest.raises(CheckpointError, match="missing"):
+        placer.place(source)

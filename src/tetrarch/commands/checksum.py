@@ -8,6 +8,7 @@ reports the same at /weights_checker.
 from __future__ import annotations
 
 import json
+
 import torch
 
 from tetrarch.commands.bars import Bars

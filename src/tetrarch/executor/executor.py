@@ -22,8 +22,7 @@ from tetrarch.executor.updates import WeightsState
 from tetrarch.executor.weights import WeightStore
 from tetrarch.memory.slots import Region
 from tetrarch.models.build import Model, build_model
-from tetrarch.models.load import LoadReport, load_weights
-from tetrarch.models.sources import SafetensorsSource
+from tetrarch.models.load import LoadReport
 
 __all__ = ["KV_RELEASED", "READY", "Executor"]
 
@@ -64,14 +63,9 @@ class Executor:
         self._model: Model = build_model(
             plan, device=self.device, arena=self.regions[Region.WEIGHTS]
         )
-        self.load_report: LoadReport = load_weights(
-            self._model,
-            SafetensorsSource(plan.model.path),
-            plan=plan.quant,
-            progress=progress or NoProgress(),
-        )
         host = partial(free_host_bytes, plan.device)
         self.weights = WeightStore(self._model, plan, free_host=host)
+        self.load_report: LoadReport = self.weights.load(progress or NoProgress())
         dtype = self._model.dtype
         self.capacity: Capacity = kv_capacity(
             plan,

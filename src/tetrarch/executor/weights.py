@@ -23,9 +23,10 @@ from tetrarch.executor.updates import DiskUpdate, Session, UpdateReport, Weights
 from tetrarch.memory.journal import Journal
 from tetrarch.models.build import Model
 from tetrarch.models.compare import check_same_model
-from tetrarch.models.load import fill
-from tetrarch.models.placement import place
+from tetrarch.models.load import fill, load_weights
+from tetrarch.models.placement import Placer
 from tetrarch.models.readback import checksums, read_back
+from tetrarch.models.report import LoadReport
 from tetrarch.models.sources import SafetensorsSource
 from tetrarch.models.update import LiveUpdate
 from tetrarch.models.writer import WeightWriter
@@ -45,16 +46,17 @@ class WeightStore:
     """
 
     def __init__(self, model: Model, plan: Plan, *, free_host: Callable[[], int]) -> None:
-        """Take over a model that has just been loaded from the plan's checkpoint.
+        """Take over a model; `load` comes first.
 
         Args:
-            model: Loaded.
+            model: Built.
             plan: What it was built from.
             free_host: Tells how many bytes of host memory an undo copy may take.
         """
         self._model, self._plan, self._free_host = model, plan, free_host
         self._session: Session | None = None
-        self.state = self._before = WeightsState.READY
+        self._placer = Placer(model, plan.quant)
+        self.state = self._before = WeightsState.NOT_LOADED
         self.path = plan.model.path
 
     @property
@@ -62,6 +64,23 @@ class WeightStore:
         """Bytes of all slots, and so of a full undo copy."""
         layers = sum(layer.weights.num_bytes for layer in self._model.experts.values())
         return self._model.weights.num_bytes + layers
+
+    def load(self, progress: Progress) -> LoadReport:
+        """Load the plan's checkpoint for the first time.
+
+        Raises:
+            CheckpointError: It does not fit the model, or holds what cannot be weights.
+        """
+        source = SafetensorsSource(self.path)
+        report = load_weights(
+            self._model,
+            source,
+            plan=self._plan.quant,
+            progress=progress,
+            placements=self._placer.place(source),
+        )
+        self.state = WeightsState.READY
+        return report
 
     def plan(self, path: str, *, atomic: bool | None) -> DiskUpdate:
         """Check a checkpoint against the model, from its headers alone; nothing is written.
@@ -80,7 +99,7 @@ class WeightStore:
             read_checkpoint(path)  # refuses what its files declare and we cannot load
             check_same_model(self._model, path)
             source = SafetensorsSource(path)
-            placements = place(self._model, source, self._plan.quant)
+            placements = self._placer.place(source)
         except TetrarchError:
             raise
         except Exception as error:  # files may hold anything, and a path be none

@@ -27,7 +27,12 @@ __all__ = ["fill", "load_weights"]
 
 
 def load_weights(
-    model: Model, source: Source, *, plan: QuantPlan, progress: Progress
+    model: Model,
+    source: Source,
+    *,
+    plan: QuantPlan,
+    progress: Progress,
+    placements: Placements | None = None,
 ) -> LoadReport:
     """Fill every weight of a new model from a checkpoint.
 
@@ -36,6 +41,7 @@ def load_weights(
         source: Files or live tensors.
         plan: The experts' contract.
         progress: Told in bytes.
+        placements: What `place` says of the source, where that is known.
 
     Returns:
         What was loaded, and what was left out by name.
@@ -44,7 +50,7 @@ def load_weights(
         CheckpointError: The checkpoint does not fit (nothing was written), or a tensor's values
             cannot be weights (layers before it were).
     """
-    placements = place(model, source, plan)
+    placements = placements or place(model, source, plan)
     writer = WeightWriter(model, plan, Journal(keeps=False))
     return fill(writer, source, placements, progress=progress)
 

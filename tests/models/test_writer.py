@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A writer writes what is whole, knows what is not, and can say what it wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tetrarch.memory.journal import Journal
+from tetrarch.models.build import Model, build_model
+from tetrarch.models.placement import Placement, place
+from tetrarch.models.readback import checksums
+from tetrarch.models.sources import TensorSource
+from tetrarch.models.writer import WeightWriter
+from tetrarch.numerics.contract import Quantization, SourceFormat
+
+ONLINE: dict[str, Any] = {"quantization": Quantization.NVFP4_ONLINE, "source": SourceFormat.FP32}
+LAYER = "model.layers.1.mlp.experts"
+
+
+@pytest.fixture
+def work(lab: Any) -> tuple[Model, Any, list[tuple[Placement, dict[str, Tensor]]]]:
+    """An empty model, its plan, and every weight of a checkpoint with its place."""
+    path = lab.tiny("qwen3_moe")
+    plan = lab.plan(path, **ONLINE)
+    model = build_model(plan)
+    tensors = load_file(path / "model.safetensors")
+    placed = place(model, TensorSource(tensors), plan.quant).weights
+    return model, plan, [(one, {"weight": tensors[one.weight.name]}) for one in placed]
+
+
+def of_layer(work: Any, layer: str) -> Iterator[tuple[Placement, dict[str, Tensor]]]:
+    return ((one, parts) for one, parts in work[2] if one.weight.name.startswith(layer))
+
+
+def test_a_dense_weight_is_written_at_once_and_a_layer_with_its_last_matrix(work: Any) -> None:
+    model, plan, everything = work
+    journal = Journal(keeps=True)
+    writer = WeightWriter(model, plan.quant, journal)
+    norm, parts = next(pair for pair in everything if pair[0].weight.name == "model.norm.weight")
+    writer.take(norm.weight, norm.to, parts)
+    assert torch.equal(model.weights["model.norm.weight"], parts["weight"])
+    kept = journal.num_kept_bytes
+    matrices = list(of_layer(work, LAYER))
+    for one, parts in matrices[:-1]:
+        writer.take(one.weight, one.to, parts)
+    assert journal.num_kept_bytes == kept  # nothing of the layer yet
+    assert writer.unfinished() == [f"{LAYER}: up of expert 7"]
+    assert LAYER in writer.unwritten()
+    one, parts = matrices[-1]
+    writer.take(one.weight, one.to, parts)
+    assert journal.num_kept_bytes - kept == model.experts[LAYER].weights.num_bytes
+    assert writer.unfinished() == []
+    assert LAYER not in writer.unwritten()
+    assert (writer.num_dense, writer.num_expert_matrices) == (1, len(matrices))
+
+
+def test_what_has_not_been_written_is_named(work: Any) -> None:
+    model, plan, everything = work
+    writer = WeightWriter(model, plan.quant, Journal(keeps=False))
+    assert set(writer.unwritten()) == {*model.weights, *model.experts}
+    for one, parts in everything:
+        writer.take(one.weight, one.to, parts)
+    assert writer.unwritten() == []
+
+
+def test_digests_are_those_of_the_model_and_only_on_demand(work: Any) -> None:
+    model, plan, everything = work
+    told, silent = (
+        WeightWriter(model, plan.quant, Journal(keeps=False), digests=wanted)
+        for wanted in (True, False)
+    )
+    for writer in (told, silent):
+        for one, parts in everything:
+            writer.take(one.weight, one.to, parts)
+    assert told.digests == checksums(model)
+    assert silent.digests == {}
