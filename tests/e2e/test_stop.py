@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import psutil
 
 if TYPE_CHECKING:
     from conftest import RunningServer
@@ -28,6 +29,13 @@ def begin(server: RunningServer, pool: ThreadPoolExecutor) -> list[Future[Any]]:
     return futures
 
 
+def freeze(engine: psutil.Process) -> None:
+    """Stop a process, and wait until it stands still."""
+    engine.suspend()
+    while engine.status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+
+
 def assert_refused(futures: list[Future[Any]]) -> None:
     """Whoever waits is told why, in the shape that its endpoint promises."""
     native, openai, events = (future.result(5) for future in futures)
@@ -44,7 +52,7 @@ def test_a_stop_under_a_frozen_engine_answers_everybody_and_leaves_no_process(
     engine = hasty_server.engine
     with ThreadPoolExecutor() as pool:
         futures = begin(hasty_server, pool)
-        engine.suspend()
+        freeze(engine)
         hasty_server.process.send_signal(signal.SIGTERM)
         assert_refused(futures)
     assert hasty_server.process.wait(20) == 0
@@ -56,7 +64,7 @@ def test_signals_while_an_idle_frozen_engine_is_ended_hasten_and_leave_no_orphan
     hasty_server: RunningServer,
 ) -> None:
     engine = hasty_server.engine
-    engine.suspend()
+    freeze(engine)
     hasty_server.process.send_signal(signal.SIGTERM)
     time.sleep(1.0)  # requests there are none: by now the engine is being ended
     assert engine.is_running()

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tetrarch.config.plan import Plan
@@ -151,7 +152,13 @@ def test_a_defect_in_a_step_ends_the_process_and_the_wait(plan: Plan) -> None:
         assert time.monotonic() - began < 5.0
 
 
-# `nohup` and some CI runners ignore a hang-up, which children inherit: the script must not.
+def freeze(process: EngineProcess) -> None:
+    """Stop a process, and wait until it stands still."""
+    os.kill(process.pid, signal.SIGSTOP)
+    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+
+
 def test_an_engine_that_hears_nothing_is_killed_after_a_while(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +166,7 @@ def test_an_engine_that_hears_nothing_is_killed_after_a_while(
     monkeypatch.setattr("tetrarch.engine.process._GRACE_S", 0.5)
     process = EngineProcess(plan)
     process.wait_ready()
-    os.kill(process.pid, signal.SIGSTOP)
+    freeze(process)
     began = time.monotonic()
     process.close()
     assert 0.5 <= time.monotonic() - began < 2.0
@@ -171,8 +178,8 @@ def test_a_wait_for_an_engine_that_is_cut_short_kills_it(
 ) -> None:
     process = EngineProcess(plan)
     process.wait_ready()
-    os.kill(process.pid, signal.SIGSTOP)
-    threading.Timer(0.3, signal.raise_signal, (signal.SIGINT,)).start()
+    freeze(process)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         process.close()
@@ -196,6 +203,7 @@ def test_an_engine_that_still_loads_is_not_waited_for_and_ignores_the_group(
     assert "Traceback" not in capfd.readouterr().err
 
 
+# `nohup` and some CI runners ignore a hang-up, which children inherit: the script must not.
 SCRIPT = """
 import pickle, signal, sys, time
 from tetrarch.engine.process import EngineProcess

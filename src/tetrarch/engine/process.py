@@ -69,10 +69,11 @@ class EngineProcess:
                 env={**os.environ, **dict(plan.process_env)},
             )
         self._was_ready = False
-        self.sentinel, ended = os.pipe()
-        watch = threading.Thread(target=_watch, args=(self._child, ended), daemon=True)
-        watch.start()
-        self._end = weakref.finalize(self, _end, self._child, folder, watch)
+        self.sentinel, sign = os.pipe()
+        # No `Thread.join`: one that Ctrl-C cuts short takes the thread for ended (Python 3.11).
+        ended = threading.Event()
+        threading.Thread(target=_watch, args=(self._child, sign, ended), daemon=True).start()
+        self._end = weakref.finalize(self, _end, self._child, folder, ended)
         # A connection may use these until then.
         weakref.finalize(self, os.close, self.sentinel)
         weakref.finalize(self, _close_sockets, self._context, self.inbound, self.outbound)
@@ -191,10 +192,11 @@ def _socket_folder() -> str:
     return folder
 
 
-def _watch(child: subprocess.Popen[bytes], ended: int) -> None:
+def _watch(child: subprocess.Popen[bytes], sign: int, ended: threading.Event) -> None:
     """Close the other end of the sentinel when the child has ended."""
     child.wait()
-    os.close(ended)
+    os.close(sign)
+    ended.set()
 
 
 def _close_sockets(context: zmq.Context[zmq.Socket[bytes]], *sockets: zmq.Socket[bytes]) -> None:
@@ -207,15 +209,15 @@ def _close_sockets(context: zmq.Context[zmq.Socket[bytes]], *sockets: zmq.Socket
     context.term()
 
 
-def _end(child: subprocess.Popen[bytes], folder: str, watch: threading.Thread) -> None:
+def _end(child: subprocess.Popen[bytes], folder: str, ended: threading.Event) -> None:
     """Let the child go, by force after a while; leave nothing behind."""
     assert child.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         child.stdin.close()
     try:
-        watch.join(timeout=_GRACE_S)
+        ended.wait(_GRACE_S)
     finally:  # also where Ctrl-C cuts the wait short
-        if watch.is_alive():
+        if not ended.is_set():
             child.kill()
-            watch.join()
+            ended.wait()
         shutil.rmtree(folder, ignore_errors=True)
