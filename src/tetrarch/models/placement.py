@@ -30,7 +30,16 @@ from tetrarch.models.report import Decoded, Unused
 from tetrarch.models.sources import Source, TensorHeader, reading_order
 from tetrarch.numerics.contract import Scope, SourceFormat
 
-__all__ = ["Headers", "Placement", "Placements", "Placer", "decoded", "group", "place", "place_some"]
+__all__ = [
+    "Headers",
+    "Placement",
+    "Placements",
+    "Placer",
+    "decoded",
+    "group",
+    "place",
+    "place_some",
+]
 
 Headers = Mapping[str, tuple[str, TensorHeader]]  # of one weight: part → tensor name, header
 
