@@ -8,6 +8,7 @@ stale, shared under the wrong beginning, or given to two sequences therefore cha
 from __future__ import annotations
 
 import random
+import shutil
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -17,20 +18,28 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from tetrarch.config.args import LaunchArgs
 from tetrarch.config.budget import token_budget
+from tetrarch.config.checkpoint import read_checkpoint
+from tetrarch.config.hardware import detect
 from tetrarch.config.plan import GraphPlan, ParallelPlan, Plan, SchedulePlan
+from tetrarch.config.resolve import resolve
 from tetrarch.engine.engine import Engine
 from tetrarch.engine.loop import EngineLoop
 from tetrarch.engine.messages import ControlReply, Heartbeat, encode
 from tetrarch.engine.request import Delta, FinishReason, GenerateRequest, SamplingParams
 from tetrarch.engine.text import Tokenizer, load_tokenizer
 from tetrarch.executor.capacity import Capacity
+from tetrarch.executor.executor import Executor
 from tetrarch.executor.regions import RegionChange, RegionState
 from tetrarch.executor.step import (
+    Phase,
     PromptScoring,
     SampleSpec,
     SeqChunk,
@@ -40,7 +49,9 @@ from tetrarch.executor.step import (
     TokenLogprob,
 )
 from tetrarch.executor.updates import WeightsState
+from tetrarch.memory.checksum import combine
 from tetrarch.memory.slots import Region
+from tetrarch.models.describe import describe
 
 VOCAB = 512
 EOS = 2
@@ -357,6 +368,94 @@ class Desk:
 @pytest.fixture
 def make_desk() -> Callable[[Engine], Desk]:
     return Desk
+
+
+def start(path: Path) -> Executor:
+    args = LaunchArgs(
+        model=str(path),
+        quantization="nvfp4_online",
+        dtype="float32",
+        context_length=64,
+        max_running_requests=4,
+        max_total_tokens=512,
+        page_size=4,
+        threads=1,
+    )
+    folder = str(path)
+    return Executor(resolve(args, read_checkpoint(folder), describe(folder), detect("cpu")))
+
+
+@pytest.fixture(scope="session")
+def start_rank() -> Callable[[Path], Executor]:
+    return start
+
+
+class Watched:
+    """An executor that notes what it ran: the phase, and the weights before and after."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.steps: list[tuple[Phase, str, str]] = []
+        self.is_watching = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.executor, name)
+
+    def step(self, step: Step) -> StepResult:
+        before = self.checksum() if self.is_watching else ""
+        result = self.executor.step(step)
+        self.steps.append((step.phase, before, self.checksum() if self.is_watching else ""))
+        return result
+
+    def checksum(self) -> str:
+        return combine(self.executor.weights.checksums())
+
+
+@pytest.fixture(scope="module")
+def checkpoints(
+    tiny_checkpoint: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path, Path]:
+    """Checkpoints A and B of one model, and B with a value that cannot be a weight."""
+    sizes = {"num_hidden_layers": 2, "num_experts": 4}
+    folder = tmp_path_factory.mktemp("updates")
+    made = [tiny_checkpoint("qwen3_moe", seed=seed, **sizes).path for seed in (0, 1)]
+    found = [Path(shutil.copytree(one, folder / str(seed))) for seed, one in enumerate(made)]
+    bad = Path(shutil.copytree(found[1], folder / "bad"))
+    tensors = load_file(bad / "model.safetensors")
+    tensors["model.layers.1.mlp.experts.2.up_proj.weight"][3, 3] = torch.inf
+    save_file(tensors, bad / "model.safetensors", metadata={"format": "pt"})
+    return found[0], found[1], bad
+
+
+@pytest.fixture(scope="module")
+def new_tensors(checkpoints: tuple[Path, Path, Path]) -> dict[str, Tensor]:
+    return load_file(checkpoints[1] / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def checksums(checkpoints: tuple[Path, Path, Path]) -> tuple[str, str]:
+    """Of A and of B, freshly loaded."""
+    return Watched(start(checkpoints[0])).checksum(), Watched(start(checkpoints[1])).checksum()
+
+
+@pytest.fixture(scope="module")
+def shared_rank(checkpoints: tuple[Path, Path, Path]) -> Executor:
+    return start(checkpoints[0])
+
+
+@pytest.fixture
+def rank(shared_rank: Executor, checkpoints: tuple[Path, Path, Path]) -> Watched:
+    """Loaded with A, whatever the test before did to it."""
+    shared_rank.resume(list(shared_rank.region_states))
+    store = shared_rank.weights
+    store.abandon()
+    store.commit(store.plan(str(checkpoints[0]), atomic=None))
+    return Watched(shared_rank)
+
+
+@pytest.fixture
+def model_desk(rank: Watched, make_desk: Callable[..., Any]) -> Any:
+    return make_desk(Engine(rank.plan, rank))
 
 
 @pytest.fixture

@@ -3,52 +3,38 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from tetrarch.config.args import LaunchArgs
-from tetrarch.config.checkpoint import read_checkpoint
-from tetrarch.config.hardware import detect
-from tetrarch.config.resolve import resolve
-from tetrarch.core.errors import RequestError
-from tetrarch.distributed.group import WeightGroup
 from tetrarch.engine.actions import (
     BeginUpdate,
     CheckWeights,
     Continue,
-    DestroyGroup,
     EndUpdate,
-    GetWeights,
-    InitGroup,
     Pause,
     PostProcess,
     Release,
     Resume,
     SetVersion,
     UpdateFromDisk,
-    UpdateFromDistributed,
     UpdateFromTensors,
 )
 from tetrarch.engine.engine import Engine
 from tetrarch.engine.messages import ControlReply, Flush
 from tetrarch.engine.request import GenerateRequest, SamplingParams
-from tetrarch.executor.executor import Executor
-from tetrarch.executor.step import Phase, Step, StepResult
+from tetrarch.executor.step import Phase
 from tetrarch.memory import journal
-from tetrarch.memory.checksum import combine
-from tetrarch.models.describe import describe
 
 Make = Callable[..., Any]
 Tensors = dict[str, Tensor]
-SIZES = {"num_hidden_layers": 2, "num_experts": 4}
+Paths = tuple[Path, Path, Path]
 PROMPT = (5, 3, 8, 200, 17, 9, 9, 40, 41, 42, 43)
 LENGTH = 16
 UP = "up_proj"
@@ -61,94 +47,16 @@ def request(rid: str, prompt: tuple[int, ...] = PROMPT, tokens: int = LENGTH) ->
     )
 
 
-def start(path: Path) -> Executor:
-    args = LaunchArgs(
-        model=str(path),
-        quantization="nvfp4_online",
-        dtype="float32",
-        context_length=64,
-        max_running_requests=4,
-        max_total_tokens=512,
-        page_size=4,
-        threads=1,
-    )
-    folder = str(path)
-    return Executor(resolve(args, read_checkpoint(folder), describe(folder), detect("cpu")))
-
-
-class Watched:
-    """An executor that notes what it ran: the phase, and the weights before and after."""
-
-    def __init__(self, executor: Executor) -> None:
-        self.executor = executor
-        self.steps: list[tuple[Phase, str, str]] = []
-        self.is_watching = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.executor, name)
-
-    def step(self, step: Step) -> StepResult:
-        before = self.checksum() if self.is_watching else ""
-        result = self.executor.step(step)
-        self.steps.append((step.phase, before, self.checksum() if self.is_watching else ""))
-        return result
-
-    def checksum(self) -> str:
-        return combine(self.executor.weights.checksums())
-
-
-@pytest.fixture(scope="module")
-def paths(
-    tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Path, Path]:
-    """Checkpoints A and B of one model, and B with a value that cannot be a weight."""
-    folder = tmp_path_factory.mktemp("updates")
-    found = [
-        Path(shutil.copytree(tiny_checkpoint("qwen3_moe", seed=seed, **SIZES).path, folder / name))
-        for seed, name in enumerate("AB")
-    ]
-    bad = Path(shutil.copytree(found[1], folder / "bad"))
-    tensors = load_file(bad / "model.safetensors")
-    tensors["model.layers.1.mlp.experts.2.up_proj.weight"][3, 3] = torch.inf
-    save_file(tensors, bad / "model.safetensors", metadata={"format": "pt"})
-    return found[0], found[1], bad
-
-
-@pytest.fixture(scope="module")
-def tensors(paths: tuple[Path, Path, Path]) -> Tensors:
-    return load_file(paths[1] / "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def checksum(paths: tuple[Path, Path, Path]) -> tuple[str, str]:
-    """Of A and of B, freshly loaded."""
-    return Watched(start(paths[0])).checksum(), Watched(start(paths[1])).checksum()
-
-
-@pytest.fixture(scope="module")
-def shared(paths: tuple[Path, Path, Path]) -> Executor:
-    return start(paths[0])
-
-
 @pytest.fixture
-def rank(shared: Executor, paths: tuple[Path, Path, Path]) -> Watched:
-    """Loaded with A, whatever the test before did to it."""
-    shared.resume(list(shared.region_states))
-    store = shared.weights
-    store.abandon()
-    store.commit(store.plan(str(paths[0]), atomic=None))
-    return Watched(shared)
-
-
-@pytest.fixture
-def desk(rank: Watched, make_desk: Make) -> Any:
-    return make_desk(Engine(rank.plan, rank))
+def desk(model_desk: Any) -> Any:
+    """Over a real model, A."""
+    return model_desk
 
 
 @pytest.fixture(scope="module")
-def alone(paths: tuple[Path, Path, Path]) -> Callable[[int, tuple[int, ...], int], Any]:
+def alone(start_rank: Make, checkpoints: Paths) -> Callable[[int, tuple[int, ...], int], Any]:
     """Return what A (0) or B (1) says to a prompt, alone: tokens and their logprobs."""
-    ranks = [start(path) for path in paths[:2]]
+    ranks = [start_rank(path) for path in checkpoints[:2]]
 
     def say(which: int, prompt: tuple[int, ...], count: int) -> Any:
         engine = Engine(ranks[which].plan, ranks[which])
@@ -189,15 +97,18 @@ def spans(desk: Any, rid: str) -> list[tuple[str, int, int]]:
 
 
 def test_running_requests_keep_their_tokens_and_are_computed_again_under_new_weights(
-    desk: Any, rank: Watched, paths: tuple[Path, Path, Path], alone: Any
+    desk: Any, rank: Any, checkpoints: Paths, alone: Any
 ) -> None:
     for rid in "ab":
         desk.send(request(rid))
     desk.turn(4)
-    reply = desk.ask(UpdateFromDisk, path=str(paths[1]))
+    reply = desk.ask(UpdateFromDisk, path=str(checkpoints[1]))
     assert (reply.ok, reply.status, reply.payload["num_paused_requests"]) == (True, 200, 2)
     assert reply.payload["atomic"] is True
-    assert (reply.payload["weight_version"], reply.payload["model_path"]) == ("1", str(paths[1]))
+    assert (reply.payload["weight_version"], reply.payload["model_path"]) == (
+        "1",
+        str(checkpoints[1]),
+    )
     desk.run()
     for rid in "ab":
         said = spans(desk, rid)
@@ -215,11 +126,11 @@ def test_running_requests_keep_their_tokens_and_are_computed_again_under_new_wei
 
 
 def test_without_a_flush_running_requests_keep_their_keys_and_values(
-    desk: Any, rank: Watched, paths: tuple[Path, Path, Path], alone: Any
+    desk: Any, rank: Any, checkpoints: Paths, alone: Any
 ) -> None:
     desk.send(request("a"))
     desk.turn(4)
-    assert desk.ask(UpdateFromDisk, path=str(paths[1]), flush_cache=False).ok
+    assert desk.ask(UpdateFromDisk, path=str(checkpoints[1]), flush_cache=False).ok
     desk.run()
     (_, _, kept), new = spans(desk, "a")
     assert new == ("1", kept, LENGTH)
@@ -229,13 +140,13 @@ def test_without_a_flush_running_requests_keep_their_keys_and_values(
 
 
 def test_a_prompt_half_scored_is_scored_again_under_the_new_weights(
-    desk: Any, paths: tuple[Path, Path, Path], alone: Any
+    desk: Any, checkpoints: Paths, alone: Any
 ) -> None:
     desk.ask(Pause)
     desk.send(request("a", PROMPT * 4, 1))
     output = vars(desk.engine)["_live"]["a"]
     output.seq.scored = [None] * 3  # as after a first chunk
-    desk.ask(UpdateFromDisk, path=str(paths[1]))
+    desk.ask(UpdateFromDisk, path=str(checkpoints[1]))
     desk.ask(Continue)
     desk.run()
     assert len(desk.deltas("a")[-1].prompt_logprobs) == len(PROMPT) * 4 - 1
@@ -244,38 +155,38 @@ def test_a_prompt_half_scored_is_scored_again_under_the_new_weights(
 
 def test_no_step_sees_two_sets_of_weights(
     desk: Any,
-    rank: Watched,
-    paths: tuple[Path, Path, Path],
-    tensors: Tensors,
+    rank: Any,
+    checkpoints: Paths,
+    new_tensors: Tensors,
     post: Any,
-    checksum: tuple[str, str],
+    checksums: Any,
 ) -> None:
-    """From disk, and from tensors in twenty calls, while requests come and go."""
+    """From disk, and from new_tensors in twenty calls, while requests come and go."""
     rank.is_watching = True
     desk.send(request("a"), request("b"))
     desk.turn(3)
-    desk.ask(UpdateFromDisk, path=str(paths[1]))
+    desk.ask(UpdateFromDisk, path=str(checkpoints[1]))
     desk.turn(3)
-    desk.ask(UpdateFromDisk, path=str(paths[0]))
+    desk.ask(UpdateFromDisk, path=str(checkpoints[0]))
     desk.turn(2)
-    names = sorted(tensors)
+    names = sorted(new_tensors)
     desk.ask(BeginUpdate)
     for index in range(20):
-        part = {name: tensors[name] for name in names[index::20]}
+        part = {name: new_tensors[name] for name in names[index::20]}
         assert desk.ask(UpdateFromTensors, data=post(part)).ok
         desk.send(request(f"new {index}", tokens=2))
-        assert index != 10 or rank.checksum() not in checksum, "then this would show nothing"
+        assert index != 10 or rank.checksum() not in checksums, "then this would show nothing"
     count = len(rank.steps)
     assert desk.ask(EndUpdate).ok
     desk.run()
     seen = [(before, after) for _, before, after in rank.steps]
     assert all(before == after for before, after in seen)
-    assert {before for before, _ in seen} == set(checksum)
-    assert {before for before, _ in seen[count:]} == {checksum[1]}
+    assert {before for before, _ in seen} == set(checksums)
+    assert {before for before, _ in seen[count:]} == {checksums[1]}
 
 
 def test_planning_goes_on_beside_the_steps(
-    desk: Any, rank: Watched, paths: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+    desk: Any, rank: Any, checkpoints: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, may_go = rank.weights.plan, threading.Event()
 
@@ -285,9 +196,9 @@ def test_planning_goes_on_beside_the_steps(
 
     monkeypatch.setattr(rank.weights, "plan", slow)
     desk.send(request("a"))
-    ticket = desk.post(UpdateFromDisk, path=str(paths[1]))
+    ticket = desk.post(UpdateFromDisk, path=str(checkpoints[1]))
     for kind, fields in [
-        (UpdateFromDisk, {"path": str(paths[0])}),
+        (UpdateFromDisk, {"path": str(checkpoints[0])}),
         (BeginUpdate, {}),
         (UpdateFromTensors, {"data": b""}),
         (Release, {}),
@@ -306,11 +217,15 @@ def test_planning_goes_on_beside_the_steps(
 
 
 def test_a_failed_update_disturbs_nobody(
-    desk: Any, rank: Watched, paths: tuple[Path, Path, Path], alone: Any, checksum: tuple[str, str]
+    desk: Any,
+    rank: Any,
+    checkpoints: Paths,
+    alone: Any,
+    checksums: Any,
 ) -> None:
     desk.send(request("a"))
     desk.turn(4)
-    for path, words in [(paths[2], "served"), (Path("/nowhere"), "no checkpoint folder")]:
+    for path, words in [(checkpoints[2], "served"), (Path("/nowhere"), "no checkpoint folder")]:
         reply = desk.ask(UpdateFromDisk, path=str(path))
         assert (reply.ok, reply.status, reply.code) == (False, 400, "invalid_weights")
         assert words in reply.message
@@ -318,23 +233,23 @@ def test_a_failed_update_disturbs_nobody(
     assert desk.tokens("a") == alone(0, PROMPT, LENGTH)[0]
     assert desk.deltas("a")[-1].num_retractions == 0
     beat = desk.engine.heartbeat()
-    assert (beat.weight_version, beat.model_path) == ("default", str(paths[0]))
-    assert rank.checksum() == checksum[0]
+    assert (beat.weight_version, beat.model_path) == ("default", str(checkpoints[0]))
+    assert rank.checksum() == checksums[0]
 
 
 def test_inconsistent_weights_answer_503_until_a_full_update(
-    desk: Any, rank: Watched, paths: tuple[Path, Path, Path], alone: Any
+    desk: Any, rank: Any, checkpoints: Paths, alone: Any
 ) -> None:
     desk.send(request("a"))
     desk.turn(4)
-    reply = desk.ask(UpdateFromDisk, path=str(paths[2]), atomic=False)
+    reply = desk.ask(UpdateFromDisk, path=str(checkpoints[2]), atomic=False)
     assert (reply.status, reply.code) == (400, "weights_inconsistent")
     assert desk.beat.state == "weights_inconsistent"
     desk.send(request("b"))
     assert (desk.finish("b").status, desk.finish("b").code) == (503, "weights_inconsistent")
     assert desk.finish("a") is None
     steps = len(rank.steps)
-    assert desk.ask(UpdateFromDisk, path=str(paths[1]), weight_version="rescue").ok
+    assert desk.ask(UpdateFromDisk, path=str(checkpoints[1]), weight_version="rescue").ok
     assert len(rank.steps) <= steps + 1
     desk.run()
     kept = spans(desk, "a")[0][2]
@@ -344,13 +259,13 @@ def test_inconsistent_weights_answer_503_until_a_full_update(
 
 
 def test_versions_count_updates_unless_they_are_given(
-    desk: Any, paths: tuple[Path, Path, Path], tensors: Tensors, post: Any
+    desk: Any, checkpoints: Paths, new_tensors: Tensors, post: Any
 ) -> None:
-    path = str(paths[1])
+    path = str(checkpoints[1])
     for version, told in [(None, "1"), ("seven", "seven"), (None, "3")]:
         reply = desk.ask(UpdateFromDisk, path=path, weight_version=version)
         assert reply.payload["weight_version"] == told
-    norm = {"model.norm.weight": tensors["model.norm.weight"]}
+    norm = {"model.norm.weight": new_tensors["model.norm.weight"]}
     reply = desk.ask(UpdateFromTensors, data=post(norm))
     assert (reply.payload["weight_version"], reply.payload["model_path"]) == ("4", path)
     desk.ask(SetVersion, version="x")
@@ -362,17 +277,15 @@ def test_versions_count_updates_unless_they_are_given(
 
 
 def test_a_dry_run_only_says_whether_it_would_work(
-    desk: Any, rank: Watched, paths: tuple[Path, Path, Path], checksum: tuple[str, str]
+    desk: Any, rank: Any, checkpoints: Paths, checksums: Any
 ) -> None:
-    reply = desk.ask(UpdateFromDisk, path=str(paths[1]), dry_run=True)
-    assert (reply.ok, reply.payload["atomic"], rank.checksum()) == (True, True, checksum[0])
+    reply = desk.ask(UpdateFromDisk, path=str(checkpoints[1]), dry_run=True)
+    assert (reply.ok, reply.payload["atomic"], rank.checksum()) == (True, True, checksums[0])
 
 
-def test_an_update_may_abort_and_may_stay_paused(
-    desk: Any, paths: tuple[Path, Path, Path], alone: Any
-) -> None:
+def test_an_update_may_abort_and_may_stay_paused(desk: Any, checkpoints: Paths, alone: Any) -> None:
     desk.send(request("a"))
-    desk.ask(UpdateFromDisk, path=str(paths[1]), abort_all_requests=True, keep_pause=True)
+    desk.ask(UpdateFromDisk, path=str(checkpoints[1]), abort_all_requests=True, keep_pause=True)
     assert desk.finish("a").kind == "abort"
     assert desk.beat.is_paused
     desk.send(request("b"))
@@ -384,14 +297,14 @@ def test_an_update_may_abort_and_may_stay_paused(
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_every_pause_goes_round_an_update(
-    desk: Any, paths: tuple[Path, Path, Path], alone: Any, mode: str
+    desk: Any, checkpoints: Paths, alone: Any, mode: str
 ) -> None:
     desk.send(request("a"))
     desk.turn(4)
     desk.ask(Pause, mode=mode)
     kept = len(desk.tokens("a"))
     desk.send(request("b"))
-    reply = desk.ask(UpdateFromDisk, path=str(paths[1]))
+    reply = desk.ask(UpdateFromDisk, path=str(checkpoints[1]))
     assert reply.payload["num_paused_requests"] == (1 if mode == "abort" else 2)
     assert desk.ask(Flush).ok
     assert desk.ask(Continue).ok
@@ -412,9 +325,9 @@ ENDS: dict[str, Callable[[Any], ControlReply]] = {
 
 @pytest.mark.parametrize("end", ENDS)
 def test_an_update_that_nobody_began_ends_with_what_relies_on_it(
-    desk: Any, rank: Watched, tensors: Tensors, post: Any, checksum: tuple[str, str], end: str
+    desk: Any, rank: Any, new_tensors: Tensors, post: Any, checksums: Any, end: str
 ) -> None:
-    first, second = halves(tensors)
+    first, second = halves(new_tensors)
     reply = desk.ask(UpdateFromTensors, data=post(first), flush_cache=False)
     assert (reply.ok, reply.payload["is_open"]) == (True, True)
     assert any("up of expert 0" in words for words in reply.payload["unfinished"])
@@ -422,20 +335,25 @@ def test_an_update_that_nobody_began_ends_with_what_relies_on_it(
     assert (reply.ok, reply.status, reply.code) == (False, 400, "invalid_weights")
     assert "half-paired" in reply.message
     assert "the old weights are served" in reply.message
-    assert rank.checksum() == checksum[0]
+    assert rank.checksum() == checksums[0]
     for half in (first, second):
         assert desk.ask(UpdateFromTensors, data=post(half), flush_cache=False).ok
     assert ENDS[end](desk).ok
-    assert rank.checksum() == checksum[1]
+    assert rank.checksum() == checksums[1]
     assert desk.beat.weight_version == "1"
 
 
 def test_the_call_that_flushes_is_the_last_one(
-    desk: Any, rank: Watched, tensors: Tensors, post: Any, checksum: tuple[str, str], alone: Any
+    desk: Any,
+    rank: Any,
+    new_tensors: Tensors,
+    post: Any,
+    checksums: Any,
+    alone: Any,
 ) -> None:
     desk.send(request("a"))
     desk.turn(4)
-    first, second = halves(tensors)
+    first, second = halves(new_tensors)
     desk.ask(UpdateFromTensors, data=post(first), flush_cache=False, weight_version="v")
     count = len(rank.steps)
     reply = desk.ask(UpdateFromTensors, data=post(second))
@@ -450,13 +368,13 @@ def test_the_call_that_flushes_is_the_last_one(
     kept = spans(desk, "a")[0][2]
     old = desk.tokens("a")[:kept]
     assert desk.tokens("a")[kept:] == alone(1, PROMPT + old, LENGTH - kept)[0]
-    assert rank.checksum() == checksum[1]
+    assert rank.checksum() == checksums[1]
 
 
 def test_a_request_between_two_calls_gets_503_and_the_trainer_goes_on(
-    desk: Any, tensors: Tensors, post: Any, alone: Any
+    desk: Any, new_tensors: Tensors, post: Any, alone: Any
 ) -> None:
-    first, second = halves(tensors)
+    first, second = halves(new_tensors)
     desk.ask(UpdateFromTensors, data=post(first), flush_cache=False)
     desk.send(request("a"))
     finish = desk.finish("a")
@@ -470,10 +388,10 @@ def test_a_request_between_two_calls_gets_503_and_the_trainer_goes_on(
 
 
 def test_while_paused_a_request_waits_and_ends_no_update(
-    desk: Any, tensors: Tensors, post: Any, alone: Any
+    desk: Any, new_tensors: Tensors, post: Any, alone: Any
 ) -> None:
     desk.ask(Pause)
-    first, second = halves(tensors)
+    first, second = halves(new_tensors)
     desk.ask(UpdateFromTensors, data=post(first), flush_cache=False)
     desk.send(request("a"))
     desk.ask(UpdateFromTensors, data=post(second), flush_cache=False)
@@ -483,45 +401,50 @@ def test_while_paused_a_request_waits_and_ends_no_update(
 
 
 def test_an_explicit_update_holds_requests_until_its_end(
-    desk: Any, rank: Watched, tensors: Tensors, post: Any, alone: Any, checksum: tuple[str, str]
+    desk: Any,
+    rank: Any,
+    new_tensors: Tensors,
+    post: Any,
+    alone: Any,
+    checksums: Any,
 ) -> None:
     reply = desk.ask(BeginUpdate)
     assert reply.payload == {"atomic": True}
     again = desk.ask(BeginUpdate)
     assert (again.ok, again.status) == (False, 400)
-    for half in halves(tensors):
+    for half in halves(new_tensors):
         assert desk.ask(UpdateFromTensors, data=post(half)).payload["is_open"]
         desk.send(request(f"a {len(half)}"))
     assert not rank.steps
     assert not desk.ask(Release).ok
     assert not desk.ask(UpdateFromDisk, path="/nowhere").ok
-    assert desk.ask(EndUpdate).payload["num_tensors"] == len(tensors)
+    assert desk.ask(EndUpdate).payload["num_tensors"] == len(new_tensors)
     again = desk.ask(EndUpdate)
     assert (again.ok, again.status) == (False, 400)
     desk.run()
-    for half in halves(tensors):
+    for half in halves(new_tensors):
         assert desk.tokens(f"a {len(half)}") == alone(1, PROMPT, LENGTH)[0]
-    assert rank.checksum() == checksum[1]
+    assert rank.checksum() == checksums[1]
 
 
 def test_older_trainers_bracket_an_update_in_their_own_words(
-    desk: Any, rank: Watched, tensors: Tensors, post: Any, checksum: tuple[str, str]
+    desk: Any, rank: Any, new_tensors: Tensors, post: Any, checksums: Any
 ) -> None:
     for _ in range(2):
         assert desk.ask(PostProcess, begins=True).ok
-    for half in halves(tensors):
+    for half in halves(new_tensors):
         assert desk.ask(UpdateFromTensors, data=post(half)).ok
     for _ in range(2):
         assert desk.ask(PostProcess, ends=True).ok
-    assert rank.checksum() == checksum[1]
+    assert rank.checksum() == checksums[1]
 
 
 def test_after_a_failed_call_an_explicit_update_takes_no_more(
-    desk: Any, rank: Watched, tensors: Tensors, post: Any, checksum: tuple[str, str]
+    desk: Any, rank: Any, new_tensors: Tensors, post: Any, checksums: Any
 ) -> None:
     """A trainer that does not look at answers must not leave a mix behind."""
-    layer = {n: t for n, t in tensors.items() if "layers.0." in n}
-    bad = {n: torch.full_like(t, torch.nan) if UP in n else t for n, t in tensors.items()}
+    layer = {n: t for n, t in new_tensors.items() if "layers.0." in n}
+    bad = {n: torch.full_like(t, torch.nan) if UP in n else t for n, t in new_tensors.items()}
     desk.ask(BeginUpdate)
     assert desk.ask(UpdateFromTensors, data=post(layer)).ok
     bad = {n: t for n, t in bad.items() if n not in layer}
@@ -530,23 +453,23 @@ def test_after_a_failed_call_an_explicit_update_takes_no_more(
     assert (reply.ok, reply.status) == (False, 400)
     assert "this update has failed" in reply.message
     assert not desk.ask(EndUpdate).ok
-    assert rank.checksum() == checksum[0]
+    assert rank.checksum() == checksums[0]
     assert desk.ask(BeginUpdate).ok
-    assert desk.ask(UpdateFromTensors, data=post(tensors)).ok
+    assert desk.ask(UpdateFromTensors, data=post(new_tensors)).ok
     assert desk.ask(EndUpdate).ok
-    assert rank.checksum() == checksum[1]
+    assert rank.checksum() == checksums[1]
 
 
 @pytest.mark.parametrize("source", ["disk", "tensors"])
 def test_a_training_cycle_gives_back_memory_and_returns_bit_for_bit(
     desk: Any,
-    rank: Watched,
-    paths: tuple[Path, Path, Path],
+    rank: Any,
+    checkpoints: Paths,
     post: Any,
     alone: Any,
     source: str,
 ) -> None:
-    tensors = load_file(paths[0] / "model.safetensors")
+    tensors = load_file(checkpoints[0] / "model.safetensors")
     assert desk.ask(Release).ok
     desk.send(request("no"))
     assert desk.finish("no").code == "weights_released"
@@ -554,7 +477,7 @@ def test_a_training_cycle_gives_back_memory_and_returns_bit_for_bit(
     desk.send(request("not yet"))
     assert desk.finish("not yet").code == "weights_not_loaded"
     if source == "disk":
-        assert desk.ask(UpdateFromDisk, path=str(paths[0])).ok
+        assert desk.ask(UpdateFromDisk, path=str(checkpoints[0])).ok
     else:
         for half in halves(tensors):
             assert desk.ask(UpdateFromTensors, data=post(half), flush_cache=False).ok
@@ -579,127 +502,18 @@ def test_kept_weights_need_no_update(desk: Any, alone: Any) -> None:
     assert spans(desk, "a") == [("default", 0, LENGTH)]
 
 
-def test_checks_compare_weights_and_noise_needs_a_full_update(
-    desk: Any, paths: tuple[Path, Path, Path], checksum: tuple[str, str]
-) -> None:
-    reply = desk.ask(CheckWeights, action="compare")
-    assert (reply.ok, reply.status) == (False, 400)
-    assert desk.ask(CheckWeights, action="snapshot").payload["checksum"] == checksum[0]
-    assert desk.ask(CheckWeights, action="compare").ok
-    assert desk.ask(CheckWeights, action="reset_tensors").ok
-    assert desk.beat.state == "weights_inconsistent"
-    reply = desk.ask(CheckWeights, action="compare")
-    assert (reply.ok, reply.status, reply.code) == (False, 400, "weights_differ")
-    assert "model.norm.weight" in reply.payload["differing"]
-    skip = tuple(reply.payload["differing"])
-    assert desk.ask(CheckWeights, action="compare", skip=skip).ok
-    assert desk.ask(UpdateFromDisk, path=str(paths[0])).ok
-    assert desk.ask(CheckWeights, action="compare").ok
-    assert desk.ask(CheckWeights, action="checksum").payload["checksum"] == checksum[0]
-
-
-def test_weights_are_read_by_name(desk: Any, paths: tuple[Path, Path, Path]) -> None:
-    stored = load_file(paths[0] / "model.safetensors")["lm_head.weight"]
-    reply = desk.ask(GetWeights, name="lm_head.weight", truncate_size=3)
-    assert reply.payload["values"] == stored[:3].tolist()
-    reply = desk.ask(GetWeights, name="nobody")
-    assert (reply.ok, reply.status, reply.code) == (False, 400, "invalid_request")
-
-
-class Trainer:
-    """Stands for a group: what is received is handed over here, and when."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.tensors: Tensors | None = None
-        self.sends = threading.Event()
-        self.num_closed = 0
-        monkeypatch.setattr(WeightGroup, "join", lambda meeting, **_: self)
-
-    def receive(self, names: tuple[str, ...], *_: object, **__: object) -> Tensors:
-        assert self.sends.wait(60)
-        if self.tensors is None:
-            raise RequestError("the trainer died", why="it was killed", fix="start it again")
-        return {name: self.tensors[name] for name in names}
-
-    def close(self) -> None:
-        self.num_closed += 1
-
-
-@pytest.fixture
-def trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
-    made = Trainer(monkeypatch)
-    yield made
-    made.sends.set()
-
-
-def join(desk: Any) -> ControlReply:
-    where = {"master_address": "here", "master_port": 1, "rank_offset": 1, "world_size": 2}
-    return desk.ask(InitGroup, **where)
-
-
-def announced(tensors: Tensors) -> dict[str, Any]:
-    return {
-        "names": tuple(tensors),
-        "dtypes": tuple("float32" for _ in tensors),
-        "shapes": tuple(tuple(tensor.shape) for tensor in tensors.values()),
-    }
-
-
-def test_tensors_from_a_group_arrive_beside_the_steps_and_are_taken_between_two(
-    desk: Any, rank: Watched, trainer: Trainer, tensors: Tensors, checksum: tuple[str, str]
-) -> None:
-    assert join(desk).ok
-    again = join(desk)
-    assert (again.ok, again.status) == (False, 400)
-    desk.send(request("a", tokens=30))
-    desk.turn(2)
-    first, second = halves(tensors)
-    ticket = desk.post(UpdateFromDistributed, flush_cache=False, **announced(first))
-    count = len(rank.steps)
-    desk.turn(3)
-    assert len(rank.steps) == count + 3
-    trainer.tensors = tensors
-    trainer.sends.set()
-    while desk.reply(ticket) is None:
-        desk.turn()
-    assert desk.reply(ticket).payload["is_open"]
-    count = len(rank.steps)
-    reply = desk.ask(UpdateFromDistributed, **announced(second))
-    assert (reply.ok, reply.payload["is_open"]) == (True, False)
-    assert len(rank.steps) <= count + 1
-    assert rank.checksum() == checksum[1]
-    assert desk.ask(DestroyGroup).ok
-    assert trainer.num_closed == 1
-    reply = desk.ask(DestroyGroup)
-    assert (reply.ok, reply.status) == (False, 400)
-
-
-def test_a_sender_that_dies_changes_nothing(
-    desk: Any, rank: Watched, trainer: Trainer, tensors: Tensors, checksum: tuple[str, str]
-) -> None:
-    join(desk)
-    desk.send(request("a"))
-    trainer.sends.set()
-    reply = desk.ask(UpdateFromDistributed, **announced(tensors))
-    assert (reply.ok, reply.status) == (False, 400)
-    assert "the trainer died" in reply.message
-    desk.run()
-    assert spans(desk, "a") == [("default", 0, LENGTH)]
-    assert rank.checksum() == checksum[0]
-
-
 def test_no_room_for_an_undo_copy_is_said_and_a_failure_while_keeping_it_is_undone(
     desk: Any,
-    rank: Watched,
-    paths: tuple[Path, Path, Path],
-    checksum: tuple[str, str],
+    rank: Any,
+    checkpoints: Paths,
+    checksums: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setitem(vars(rank.weights), "_free_host", lambda: 0)
-        reply = desk.ask(UpdateFromDisk, path=str(paths[0]), dry_run=True)
+        reply = desk.ask(UpdateFromDisk, path=str(checkpoints[0]), dry_run=True)
         assert reply.payload["atomic"] is False
-        reply = desk.ask(UpdateFromDisk, path=str(paths[1]), atomic=True)
+        reply = desk.ask(UpdateFromDisk, path=str(checkpoints[1]), atomic=True)
         assert (reply.ok, reply.status) == (False, 400)
         assert "does not fit in host memory" in reply.message
     keep, left = vars(journal)["_host_copy"], [20]
@@ -711,6 +525,6 @@ def test_no_room_for_an_undo_copy_is_said_and_a_failure_while_keeping_it_is_undo
         return keep(tensor)
 
     monkeypatch.setattr(journal, "_host_copy", copy)
-    reply = desk.ask(UpdateFromDisk, path=str(paths[1]))
+    reply = desk.ask(UpdateFromDisk, path=str(checkpoints[1]))
     assert (reply.ok, reply.status) == (False, 400)
-    assert rank.checksum() == checksum[0]
+    assert rank.checksum() == checksums[0]

@@ -16,10 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tetrarch.config.args import LaunchArgs
-from tetrarch.config.checkpoint import read_checkpoint
-from tetrarch.config.hardware import detect
-from tetrarch.config.resolve import resolve
 from tetrarch.core.errors import CheckpointError, ConfigError, RequestError
 from tetrarch.executor import weights as room
 from tetrarch.executor.executor import KV_RELEASED, READY, Executor
@@ -27,10 +23,10 @@ from tetrarch.executor.updates import WeightsState
 from tetrarch.executor.weights import WeightStore
 from tetrarch.memory import journal
 from tetrarch.memory.slots import Region, SlotTable
-from tetrarch.models.describe import describe
 from tetrarch.models.writer import WeightWriter
 
 Serve = Callable[..., list[list[int]]]
+Start = Callable[..., Executor]
 Tensors = dict[str, Tensor]
 PROMPTS = [[5, 3, 8, 200, 17], [9] * 20]
 SIZES = {"num_hidden_layers": 2, "num_experts": 4, "vocab_size": 256}
@@ -57,22 +53,8 @@ def paths(tiny_checkpoint: Callable[..., Any], tmp_path: Path) -> tuple[Path, Pa
     return found[0], found[1]
 
 
-def start(path: Path, **settings: Any) -> Executor:
-    args = LaunchArgs(
-        model=str(path),
-        context_length=64,
-        max_running_requests=4,
-        max_total_tokens=256,
-        page_size=8,
-        threads=1,
-        **{"quantization": "nvfp4_online", "dtype": "float32", **settings},
-    )
-    folder = str(path)
-    return Executor(resolve(args, read_checkpoint(folder), describe(folder), detect("cpu")))
-
-
 @pytest.fixture
-def executor(paths: tuple[Path, Path]) -> Executor:
+def executor(start: Start, paths: tuple[Path, Path]) -> Executor:
     return start(paths[0])
 
 
@@ -96,7 +78,7 @@ def reload(store: WeightStore, path: Path, *, atomic: bool | None = None) -> Any
 
 
 def test_there_and_back_again_is_the_same_model_at_the_same_addresses(
-    executor: Executor, paths: tuple[Path, Path], serve: Serve
+    start: Start, executor: Executor, paths: tuple[Path, Path], serve: Serve
 ) -> None:
     store = executor.weights
     fresh = [start(path) for path in paths]
@@ -292,7 +274,7 @@ class Counter:
 
 
 def test_scales_that_are_not_finite_restore_the_old_weights(
-    paths: tuple[Path, Path], quantized: Callable[..., Path]
+    start: Start, paths: tuple[Path, Path], quantized: Callable[..., Path]
 ) -> None:
     first, second = (quantized(path, "nvfp4_modelopt") for path in paths)
     executor = start(first, quantization="modelopt_fp4")
@@ -366,7 +348,7 @@ def calls(tensors: Tensors, *, last: Callable[[str], bool]) -> list[Tensors]:
     [("up_proj", True), (".experts.2.", True), ("layers.1.", False), ("norm", False)],
 )
 def test_tensors_in_two_calls_give_the_weights_of_a_fresh_load(
-    store: WeightStore, paths: tuple[Path, Path], word: str, is_half: bool
+    start: Start, store: WeightStore, paths: tuple[Path, Path], word: str, is_half: bool
 ) -> None:
     """Unquantized tensors become NVFP4 on the way in, with the bytes that a file gives."""
     told = start(paths[1]).weights.checksums()
@@ -384,7 +366,7 @@ def test_tensors_in_two_calls_give_the_weights_of_a_fresh_load(
 
 
 def test_bf16_tensors_for_online_experts_give_the_weights_of_a_fresh_load(
-    store: WeightStore, paths: tuple[Path, Path]
+    start: Start, store: WeightStore, paths: tuple[Path, Path]
 ) -> None:
     halves = {name: value.bfloat16() for name, value in read(paths[1]).items()}
     write(paths[1], halves)
@@ -395,7 +377,7 @@ def test_bf16_tensors_for_online_experts_give_the_weights_of_a_fresh_load(
 
 
 def test_an_fp8_weight_may_come_before_its_scale(
-    paths: tuple[Path, Path], quantized: Callable[..., Path]
+    start: Start, paths: tuple[Path, Path], quantized: Callable[..., Path]
 ) -> None:
     first, second = (quantized(path, "fp8_block") for path in paths)
     store = start(first).weights
@@ -422,7 +404,7 @@ def test_a_half_complete_layer_at_the_end_restores_the_old_weights(
 
 
 def test_a_half_complete_layer_without_an_undo_copy_is_admitted(
-    store: WeightStore, paths: tuple[Path, Path]
+    start: Start, store: WeightStore, paths: tuple[Path, Path]
 ) -> None:
     told = start(paths[1]).weights.checksums()
     assert store.begin(atomic=False) is False
@@ -436,7 +418,7 @@ def test_a_half_complete_layer_without_an_undo_copy_is_admitted(
 
 
 def test_a_call_that_does_not_fit_changes_nothing_and_the_update_goes_on(
-    store: WeightStore, paths: tuple[Path, Path]
+    start: Start, store: WeightStore, paths: tuple[Path, Path]
 ) -> None:
     before, told = store.checksums(), start(paths[1]).weights.checksums()
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
@@ -482,7 +464,7 @@ def test_released_weights_can_be_neither_read_nor_written(
 
 
 def test_resumed_weights_that_nobody_kept_need_a_full_update(
-    executor: Executor, paths: tuple[Path, Path]
+    start: Start, executor: Executor, paths: tuple[Path, Path]
 ) -> None:
     store, places = executor.weights, addresses(executor)
     told = start(paths[1]).weights.checksums()

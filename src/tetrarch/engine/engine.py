@@ -177,8 +177,9 @@ class Engine:
 
     def heartbeat(self) -> Heartbeat:
         """Return counts that another thread may ask for at any moment."""
-        pool = self._pool
+        pool, at = self._pool, time.monotonic()
         return Heartbeat(
+            at=at,
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
             num_used_tokens=pool.num_used * pool.page_size,

@@ -125,6 +125,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Sent every second, and when a step or a control message has changed what it says.
 
     Attributes:
+        at: When (monotonic seconds). Two threads send, and an older one may arrive later.
         state: `ready`, or why generation gets a 503: `weights_inconsistent`, `weights_released`,
             `weights_not_loaded` or `kv_released`.
         num_paused: Requests that a pause keeps from running.
@@ -136,6 +137,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_cached_tokens: int  # evictable, held by the prefix cache
     max_total_tokens: int
     counters: dict[str, float]  # monotonic totals, by metric name
+    at: float = 0.0
     weight_version: str = "default"
     model_path: str = ""
     state: str = "ready"

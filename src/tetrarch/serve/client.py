@@ -107,7 +107,7 @@ class EngineClient:
         if isinstance(message, Delta):
             self._deliver_delta(message)
         elif isinstance(message, Heartbeat):
-            self.load = message
+            self.load = max(message, self.load, key=_when)
         elif isinstance(message, ControlReply):
             self._leaving.pop(message.ticket, None)
             call = self._calls.pop(message.ticket, None)
@@ -293,3 +293,7 @@ def _silent() -> EngineDead:
         why="its process exists but sends no heartbeat",
         fix="look at its log; restart the server if it stays silent",
     )
+
+
+def _when(beat: Heartbeat) -> float:
+    return beat.at
