@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors from a trainer's group: received beside the steps, taken between two of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tetrarch.core.errors import RequestError
+from tetrarch.distributed.group import WeightGroup
+from tetrarch.engine.actions import DestroyGroup, InitGroup, UpdateFromDisk, UpdateFromDistributed
+from tetrarch.engine.messages import ControlReply
+from tetrarch.engine.request import GenerateRequest, SamplingParams
+
+Tensors = dict[str, Tensor]
+
+UP = "up_proj"
+
+
+def request(rid: str, tokens: int = 16) -> GenerateRequest:
+    sampling = SamplingParams(max_new_tokens=tokens, temperature=0.0, ignore_eos=True)
+    return GenerateRequest(rid=rid, prompt_ids=(5, 3, 8, 200, 17), sampling=sampling)
+
+
+def halves(tensors: Tensors) -> list[Tensors]:
+    """Everything but one half of every pair, and then that."""
+    return [{n: t for n, t in tensors.items() if (UP in n) is turn} for turn in (False, True)]
+
+
+def spans(desk: Any, rid: str) -> list[tuple[str, int, int]]:
+    return [(span.version, span.start, span.end) for span in desk.deltas(rid)[-1].versions]
+
+
+@pytest.fixture
+def desk(model_desk: Any) -> Any:
+    """Over a real model, A."""
+    return model_desk
+
+
+class Trainer:
+    """Stands for a group: what is received is handed over here, and when."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tensors: Tensors | None = None
+        self.sends = threading.Event()
+        self.num_closed = 0
+        monkeypatch.setattr(WeightGroup, "join", lambda meeting, **_: self)
+
+    def receive(self, names: tuple[str, ...], *_: object, **__: object) -> Tensors:
+        assert self.sends.wait(60)
+        if self.tensors is None:
+            raise RequestError("the trainer died", why="it was killed", fix="start it again")
+        return {name: self.tensors[name] for name in names}
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
+    made = Trainer(monkeypatch)
+    yield made
+    made.sends.set()
+
+
+def join(desk: Any) -> ControlReply:
+    where = {"master_address": "here", "master_port": 1, "rank_offset": 1, "world_size": 2}
+    return desk.ask(InitGroup, **where)
+
+
+def announced(tensors: Tensors) -> dict[str, Any]:
+    return {
+        "names": tuple(tensors),
+        "dtypes": tuple("float32" for _ in tensors),
+        "shapes": tuple(tuple(tensor.shape) for tensor in tensors.values()),
+    }
+
+
+def test_tensors_from_a_group_arrive_beside_the_steps_and_are_taken_between_two(
+    desk: Any, rank: Any, trainer: Trainer, new_tensors: Tensors, checksums: Any
+) -> None:
+    assert join(desk).ok
+    again = join(desk)
+    assert (again.ok, again.status) == (False, 400)
+    desk.send(request("a", tokens=30))
+    desk.turn(2)
+    first, second = halves(new_tensors)
+    ticket = desk.post(UpdateFromDistributed, flush_cache=False, **announced(first))
+    count = len(rank.steps)
+    desk.turn(3)
+    assert len(rank.steps) == count + 3
+    trainer.tensors = new_tensors
+    trainer.sends.set()
+    while desk.reply(ticket) is None:
+        desk.turn()
+    assert desk.reply(ticket).payload["is_open"]
+    count = len(rank.steps)
+    reply = desk.ask(UpdateFromDistributed, **announced(second))
+    assert (reply.ok, reply.payload["is_open"]) == (True, False)
+    assert len(rank.steps) <= count + 1
+    assert rank.checksum() == checksums[1]
+    assert desk.ask(DestroyGroup).ok
+    assert trainer.num_closed == 1
+    reply = desk.ask(DestroyGroup)
+    assert (reply.ok, reply.status) == (False, 400)
+
+
+def test_a_sender_that_dies_changes_nothing(
+    desk: Any, rank: Any, trainer: Trainer, new_tensors: Tensors, checksums: Any
+) -> None:
+    join(desk)
+    desk.send(request("a"))
+    trainer.sends.set()
+    reply = desk.ask(UpdateFromDistributed, **announced(new_tensors))
+    assert (reply.ok, reply.status) == (False, 400)
+    assert "the trainer died" in reply.message
+    desk.run()
+    assert spans(desk, "a") == [("default", 0, 16)]
+    assert rank.checksum() == checksums[0]
+
+
+def test_a_meeting_that_cannot_be_is_refused_while_steps_go_on(desk: Any) -> None:
+    """The group's own checks: nothing stands in for it here."""
+    desk.send(request("a"))
+    reply = join(desk)
+    assert (reply.ok, reply.status, reply.code) == (False, 400, "invalid_request")
+    assert "nccl needs CUDA" in reply.message
+    desk.run()
+    assert spans(desk, "a") == [("default", 0, 16)]
+    reply = desk.ask(UpdateFromDistributed, **announced({"x": torch.ones(1)}))
+    assert (reply.ok, reply.status) == (False, 400)
+    assert "there is no weight group" in reply.message
+
+
+def test_nothing_else_changes_weights_while_a_trainer_is_awaited(
+    desk: Any, trainer: Trainer, new_tensors: Tensors
+) -> None:
+    join(desk)
+    ticket = desk.post(UpdateFromDistributed, **announced(new_tensors))
+    reply = desk.ask(UpdateFromDisk, path="/nowhere")
+    assert (reply.ok, reply.status) == (False, 400)
+    assert "tensors are being received" in reply.message
+    assert desk.ask(DestroyGroup).ok
+    trainer.sends.set()
+    while desk.reply(ticket) is None:
+        desk.turn()
+    assert not desk.reply(ticket).ok
