@@ -14,6 +14,7 @@ from tetrarch.serve.fields import (
     OPENAI_LATER,
     SamplingFields,
     check_num_outputs,
+    read_ids,
     read_prompts,
     refuse_later,
 )
@@ -79,6 +80,15 @@ def test_anything_else_is_no_prompt(value: Any) -> None:
     with pytest.raises(RequestError) as caught:
         read_prompts(value, "prompt")
     assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("value", ["a", ["a"], ["1"], [[1], ["a"]], [], [[]], [True], [1.0], None])
+def test_text_is_no_list_of_ids(value: Any) -> None:
+    assert read_ids([1, 2], "input_ids") == ([[1, 2]], False)
+    assert read_ids([[1, 2]], "input_ids") == ([[1, 2]], True)
+    with pytest.raises(RequestError) as caught:
+        read_ids(value, "input_ids")
+    assert caught.value.param == "input_ids"
 
 
 def test_the_outputs_of_one_request_are_bounded() -> None:

@@ -7,7 +7,7 @@ something: silently ignoring it would change the output.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, cast
 
 import msgspec
@@ -24,6 +24,7 @@ __all__ = [
     "SamplingFields",
     "StreamOptions",
     "check_num_outputs",
+    "read_ids",
     "read_prompts",
     "refuse_later",
     "renamed",
@@ -195,17 +196,35 @@ def read_prompts(value: Any, key: str) -> tuple[list[str] | list[list[int]], boo
     """
     if isinstance(value, str):
         return [value], False
-    items: Sequence[Any] = cast("list[Any]", value) if isinstance(value, list) else ()
-    if items and all(type(item) is int for item in items):
-        return [list(items)], False
+    items = _list(value)
     if items and all(isinstance(item, str) for item in items):
-        return list(items), True
-    if items and all(_is_ids(item) for item in items):
-        return list(items), True
+        return items, True
+    if (found := _id_prompts(items)) is not None:
+        return found
     raise RequestError(
         f"{key} is not a prompt",
         why="a prompt is a string or a list of token ids; a batch is a list of one or the other",
         fix=f"send {key} as one of these, not empty",
+        param=key,
+    )
+
+
+def read_ids(value: Any, key: str) -> tuple[list[list[int]], bool]:
+    """Read a prompt, or a batch of them, where only token ids will do.
+
+    Returns:
+        prompts: The ids of each.
+        is_batch: As in `read_prompts`.
+
+    Raises:
+        RequestError: Anything else, text included; or empty.
+    """
+    if (found := _id_prompts(_list(value))) is not None:
+        return found
+    raise RequestError(
+        f"{key} is not a list of token ids",
+        why="ids are integers, and a batch is a list of such lists; text is no id",
+        fix=f"send integers in {key}, not empty",
         param=key,
     )
 
@@ -225,6 +244,18 @@ def check_num_outputs(count: int) -> None:
         )
 
 
+def _id_prompts(items: list[Any]) -> tuple[list[list[int]], bool] | None:
+    if _is_ids(items):
+        return [items], False
+    if items and all(_is_ids(item) for item in items):
+        return items, True
+    return None
+
+
 def _is_ids(value: Any) -> bool:
-    ids = cast("list[Any]", value) if isinstance(value, list) else []
+    ids = _list(value)
     return bool(ids) and all(type(item) is int for item in ids)
+
+
+def _list(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else []

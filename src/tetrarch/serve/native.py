@@ -17,7 +17,7 @@ from tetrarch.engine.request import GenerateRequest, fan_out
 from tetrarch.engine.sampling import parse_sampling
 from tetrarch.serve.body import json_response, read_body
 from tetrarch.serve.door import Door, new_rid
-from tetrarch.serve.fields import NATIVE_LATER, Meta, check_num_outputs, read_prompts
+from tetrarch.serve.fields import NATIVE_LATER, Meta, check_num_outputs, read_ids
 from tetrarch.serve.meta import LogprobLists, meta_info
 from tetrarch.serve.openai import WHOLE, check_prompt
 from tetrarch.serve.outputs import Generation, Output, generate
@@ -195,11 +195,16 @@ def _prompts(door: Door, body: GenerateBody) -> tuple[list[Sequence[int]], bool]
             fix="send text or input_ids",
             param="text",
         )
-    key = "text" if body.text is not None else "input_ids"
-    value = body.text if body.text is not None else body.input_ids
-    prompts, is_batch = read_prompts(value, key)
-    ids = [door.tokenizer.encode(each) if isinstance(each, str) else each for each in prompts]
-    return [check_prompt(each, key) for each in ids], is_batch
+    if body.input_ids is not None:
+        ids, is_batch = read_ids(body.input_ids, "input_ids")
+        return [*ids], is_batch
+    texts = [body.text] if isinstance(body.text, str) else body.text or []
+    if not texts:
+        raise RequestError(
+            "text is not a prompt", why="the list is empty", fix="send a string", param="text"
+        )
+    prompts = [check_prompt(door.tokenizer.encode(text), "text") for text in texts]
+    return prompts, isinstance(body.text, list)
 
 
 def _rids(rid: str | list[str] | None, count: int, *, is_batch: bool) -> tuple[str, Sequence[str]]:
