@@ -114,6 +114,25 @@ def test_load_counts_what_was_sent_a_moment_ago(server: ScriptedServer) -> None:
         assert waiting.result(5).status_code == 200
 
 
+def test_a_dead_engine_has_no_load_to_report(fresh_server: ScriptedServer) -> None:
+    server = fresh_server
+    assert server.http.get("/v1/loads").status_code == 503
+    server.make_ready()
+    server.engine.pause = True
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(server.http.post, "/generate", json={"input_ids": [5]})
+        deadline = time.monotonic() + 5
+        while server.client.num_pending == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        assert server.http.get("/v1/loads").json()["loads"][0]["num_total_reqs"] == 1
+        server.engine.die()
+        assert waiting.result(5).status_code == 503
+    reply = server.http.get("/v1/loads")
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "5")
+    assert reply.json()["object"] == "error"
+
+
 def test_metrics_are_prometheus_text(server: ScriptedServer) -> None:
     server.http.get("/health_generate")
     reply = server.http.get("/metrics")

@@ -175,6 +175,10 @@ class EngineClient:
             raise _silent()
         return self._link
 
+    def check_alive(self) -> None:
+        """Raise `EngineDead` unless a request would be taken now."""
+        self._live_link()
+
     def submit(
         self,
         rid: str,
@@ -266,12 +270,9 @@ class EngineClient:
 
     def abort_all_now(self) -> None:
         """End everything that runs, also while stopping; the clients get what there is."""
-        self._send_if_alive(Abort(everything=True))
-
-    def _send_if_alive(self, message: Inbound) -> None:
         if self._link is not None:
             with suppress(EngineDead):  # then there is nothing left to end
-                self._link.send(message)
+                self._link.send(Abort(everything=True))
 
     def limits(self) -> Limits:
         """What bounds a request.

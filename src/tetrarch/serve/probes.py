@@ -86,8 +86,12 @@ def _status(*, is_healthy: bool) -> Response:
 
 
 async def loads(door: Door, _: Request) -> Response:
-    """Report how much the engine has to do, one entry a data-parallel rank."""
+    """Report how much the engine has to do, one entry a data-parallel rank.
+
+    Without an engine the answer is 503: who waits for idle would read its last counts for ever.
+    """
     load, client = door.client.load, door.client
+    client.check_alive()
     # What was sent a moment ago is not in the engine's last report, but it is there.
     num_waiting = max(load.num_waiting, client.num_pending - load.num_running)
     entry: dict[str, Any] = {
