@@ -48,7 +48,7 @@ class Puppet:
             raise EngineDead("the engine process is gone", why="it ended", fix="start again")
         if self.start_error is not None:
             raise self.start_error
-        return Ready(payload={})
+        return Ready(payload={"load_report": {"seconds": 1.5}})
 
     def end(self, code: int) -> None:
         if self.exit_code is None:
@@ -77,7 +77,7 @@ class Run:
         door = Door(
             plan=plan, client=EngineClient(), tokenizer=tokenizer, metrics=Metrics("tetrarch-demo")
         )
-        self.client = door.client
+        self.client, self.metrics = door.client, door.metrics
         self.life = Life(door, cast("EngineProcess", puppet), NoProgress(), self._say)
 
     def _say(self, text: str) -> None:
@@ -107,6 +107,19 @@ def test_the_ready_line_names_an_address_to_try(
     assert f"on http://{shown}:1234\n" in line
     assert f"curl http://{shown}:1234/v1/chat/completions -H" in line
     assert "Bearer" not in line
+
+
+def test_the_first_load_is_timed_and_the_start_as_a_whole(
+    plan: Plan, tokenizer: Tokenizer, puppet: Puppet
+) -> None:
+    run = Run(serving(plan), tokenizer, puppet)
+    assert run.metrics.startup_s is None
+    puppet.loaded.set()
+    asyncio.run(run())
+    assert run.metrics.startup_s is not None
+    assert 0 < run.metrics.startup_s < 10
+    text = run.metrics.render(run.client.load).decode()
+    assert 'weight_load_duration_seconds_sum{model_name="tetrarch-demo",source="disk"} 1.5' in text
 
 
 def test_a_key_is_asked_for_and_not_shown(plan: Plan, tokenizer: Tokenizer, puppet: Puppet) -> None:

@@ -95,6 +95,29 @@ def test_a_probe_is_not_traffic() -> None:
     assert found["sglang:e2e_request_latency_seconds_count"] == 0
 
 
+def test_loads_and_updates_are_timed_by_source_and_counted_by_result(clock: Clock) -> None:
+    metrics = Metrics("demo")
+    count = 'tetrarch:weight_update_total{{model_name="demo",result="{}",source="{}"}} {}'
+    text = metrics.render(LOAD).decode()
+    for source in ("disk", "tensor", "distributed"):  # a zero is there before the first failure
+        assert count.format("success", source, 0.0) in text
+        assert count.format("failure", source, 0.0) in text
+    clock.now += 7
+    metrics.observe_ready(load_s=2.5)
+    assert metrics.startup_s == 7
+    metrics.observe_update("disk", ok=True, seconds=0.5)
+    metrics.observe_update("disk", ok=False, seconds=None)
+    metrics.observe_update("tensor", ok=True, seconds=None)  # the update goes on
+    text = metrics.render(LOAD).decode()
+    timed = 'sglang:weight_load_duration_seconds_{}{{model_name="demo",source="disk"}} {}'
+    assert timed.format("sum", 3.0) in text
+    assert timed.format("count", 2.0) in text
+    assert 'weight_load_duration_seconds_sum{model_name="demo",source="tensor"}' not in text
+    assert count.format("success", "disk", 1.0) in text
+    assert count.format("failure", "disk", 1.0) in text
+    assert count.format("success", "tensor", 1.0) in text
+
+
 def test_throughput_is_that_of_the_last_second(clock: Clock) -> None:
     throughput = Throughput()
     throughput.add(30)

@@ -94,6 +94,7 @@ class Life:
             self._server.should_exit = True
             self._start(self._end_at_once())
             return
+        self._door.metrics.observe_ready(load_s=ready.payload["load_report"]["seconds"])
         connection = AsyncConnection(self._engine, on_death=self._on_death)
         if not self._server.should_exit:
             self._announce(self._ready_line())

@@ -24,7 +24,9 @@ _LABELS = ("model_name",)
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _ITL_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
 _E2E_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
-_UPDATE_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+_LOAD_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+_SOURCES = ("disk", "tensor", "distributed")
+_RESULTS = ("success", "failure")
 _WINDOW_S = 1.0
 _OURS = frozenset({"steps", "moe_tokens_high_water", "moe_buffer_capacity_tokens"})
 
@@ -65,10 +67,16 @@ class Timeline:
 
 
 class Metrics:
-    """What one server has timed; the engine counts tokens and requests itself."""
+    """What one server has timed; the engine counts tokens and requests itself.
+
+    Attributes:
+        startup_s: Seconds from here to an engine that is ready; `None` until then.
+    """
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
+        self._began = time.monotonic()
+        self.startup_s: float | None = None
         self._registry = CollectorRegistry()
         self.throughput = Throughput()
         self._first_token = self._histogram("time_to_first_token_seconds", _TTFT_S)
@@ -80,11 +88,14 @@ class Metrics:
             (*_LABELS, "source", "result"),
             registry=self._registry,
         )
-        self._update_time = Histogram(
+        for source in _SOURCES:  # from the start: a rate needs the zero before the first failure
+            for result in _RESULTS:
+                self._updates.labels(model_name, source, result)
+        self._load_time = Histogram(
             "sglang:weight_load_duration_seconds",
-            "From an update's first write to its last.",
+            "The first load; afterwards every update, from its first write to its last.",
             (*_LABELS, "source"),
-            buckets=_UPDATE_S,
+            buckets=_LOAD_S,
             registry=self._registry,
         )
 
@@ -112,12 +123,17 @@ class Metrics:
         if delta.finish is not None:
             self._end_to_end.observe(now - timeline.started)
 
+    def observe_ready(self, *, load_s: float) -> None:
+        """Note that the engine is ready, and how long it has loaded weights for that."""
+        self.startup_s = time.monotonic() - self._began
+        self._load_time.labels(self._model_name, "disk").observe(load_s)
+
     def observe_update(self, source: str, *, ok: bool, seconds: float | None) -> None:
         """Count a call that updates weights; time it where it has ended the update."""
-        result = "success" if ok else "failure"
+        result = _RESULTS[0 if ok else 1]
         self._updates.labels(self._model_name, source, result).inc()
         if ok and seconds is not None:
-            self._update_time.labels(self._model_name, source).observe(seconds)
+            self._load_time.labels(self._model_name, source).observe(seconds)
 
     def render(self, load: Heartbeat) -> bytes:
         """Return the text exposition: our timings, and the engine's numbers as of `load`."""
