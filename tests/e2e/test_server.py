@@ -435,6 +435,8 @@ def test_the_server_is_described_without_its_secret(server: RunningServer) -> No
     [state] = info["internal_states"]
     assert state["memory_usage"]["token_capacity"] == 8192
     assert state["memory_usage"]["weight"] == pytest.approx(15.5e-3, rel=0.1)
+    assert state["memory_usage"]["startup_available"] > state["memory_usage"]["weight"]
+    assert 0 < info["engine"]["load_report"]["seconds"] < info["startup_time"]
     assert "avg_spec_accept_length" not in state
 
 
@@ -466,6 +468,7 @@ def test_metrics_count_what_was_served(server: RunningServer) -> None:
     assert grown == names
     assert counter(server, "sglang:max_total_num_tokens") == 8192
     assert counter(server, "sglang:token_usage") == 0
+    assert counter(server, "sglang:weight_load_duration_seconds_count") == 1
     assert counter(server, "tetrarch:moe_buffer_capacity_tokens") == 576
 
 
@@ -504,7 +507,7 @@ def test_a_killed_engine_ends_streams_and_refuses_at_once(own_server: RunningSer
     assert "signal 9" in json.loads(events[-2])["error"]["message"]
     assert refused.status_code == 503
     assert refused.json()["code"] == 503
-    for path in ("/health", "/ready", "/health_generate"):
+    for path in ("/health", "/ready", "/health_generate", "/v1/loads"):
         assert server.http.get(path).status_code == 503
     began = time.monotonic()
     late = server.http.post("/generate", json={"input_ids": PROMPT})

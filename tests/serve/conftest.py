@@ -87,6 +87,8 @@ class ScriptedEngine:
         return {
             "limits": msgspec.to_builtins(limits),
             "memory": {"weights": 10**9, "kv_cache": 2 * 10**9},
+            "startup_available": 8 * 10**9,
+            "load_report": {"seconds": 1.5},
         }
 
     def send(self, message: Inbound) -> None:
@@ -268,6 +270,7 @@ class ScriptedServer:
             time.sleep(0.001)
 
     def _start(self, ready: Ready) -> None:
+        self.door.metrics.observe_ready(load_s=ready.payload["load_report"]["seconds"])
         self._task = self._loop.create_task(self.client.run(self.engine, ready))
 
     def told(self, **beat: Any) -> None:

@@ -55,10 +55,14 @@ def test_server_info_holds_plan_sizes_and_state(server: ScriptedServer) -> None:
     assert state["memory_usage"] == {
         "weight": 1.0,
         "kvcache": 2.0,
+        "startup_available": 8.0,
         "token_capacity": 4096,
         "graph": {},
     }
     assert state["counters"]["prompt_tokens_total"] == 7
+    assert (state["decode_cuda_graph_bs"], state["decode_cuda_graph_memory_gb"]) == ([], 0.0)
+    assert state["disaggregation_mode"] == info["disaggregation_mode"] == "null"
+    assert 0 < info["startup_time"] == server.door.metrics.startup_s
     assert server.http.get("/get_server_info").json()["version"] == info["version"]
 
 
@@ -79,6 +83,7 @@ def test_a_new_checkpoint_changes_path_and_version_but_not_the_name(
 ) -> None:
     server = fresh_server
     before = server.http.get("/model_info").json()
+    assert server.http.get("/server_info").json()["startup_time"] is None
     assert before["model_path"] == server.door.plan.model.path  # before the engine is ready
     server.make_ready()
     [card] = server.http.get("/v1/models").json()["data"]

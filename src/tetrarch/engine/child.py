@@ -33,6 +33,7 @@ from tetrarch.engine.messages import (
     encode,
 )
 from tetrarch.engine.text import load_tokenizer
+from tetrarch.executor.capacity import free_bytes
 from tetrarch.executor.executor import Executor
 
 __all__ = ["main"]
@@ -152,6 +153,7 @@ def main() -> None:
 
 def _start(plan: Plan, link: Link) -> Engine:
     """Load, and tell the parent that it is done, or why it cannot be."""
+    available = free_bytes(plan.device)
     try:
         executor = Executor(plan, progress=LinkProgress(link))
         engine = Engine(plan, executor, load_tokenizer(plan.model.tokenizer_path))
@@ -163,6 +165,7 @@ def _start(plan: Plan, link: Link) -> Engine:
         "limits": engine.limits,
         "load_report": executor.load_report,
         "memory": executor.memory,
+        "startup_available": available,
         "weight_version": engine.weight_version,
     }
     link.tell([Ready(payload=msgspec.to_builtins(facts))])

@@ -95,7 +95,8 @@ async def server_info(door: Door, _: Request) -> Response:
         "effective_max_running_requests_per_dp": plan.schedule.max_running_requests,
         "last_gen_throughput": door.metrics.throughput.rate,
         "memory_usage": _memory_gb(facts, capacity),
-        "decode_cuda_graph_bs": [],
+        "decode_cuda_graph_bs": [],  # nothing is captured
+        "decode_cuda_graph_memory_gb": 0.0,
         "num_used_tokens": load.num_used_tokens,
         "counters": load.counters,
     }
@@ -103,6 +104,7 @@ async def server_info(door: Door, _: Request) -> Response:
         {
             **_flags(door),
             "status": door.client.state.value,
+            "startup_time": door.metrics.startup_s,
             "version": version("tetrarch"),
             "frontend": "http",
             "launch_command": _masked_command(sys.argv),
@@ -169,6 +171,8 @@ def _memory_gb(facts: dict[str, Any], capacity: int) -> dict[str, Any]:
     regions = cast("dict[str, int]", facts.get("memory", {}))
     names = {"weights": "weight", "kv_cache": "kvcache"}
     usage = {names.get(region, region): size / 1e9 for region, size in regions.items()}
+    if "startup_available" in facts:  # before anything was loaded
+        usage["startup_available"] = facts["startup_available"] / 1e9
     return {**usage, "token_capacity": capacity, "graph": {}}
 
 
