@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tetrarch.config.files import is_file
 from tetrarch.core.errors import CheckpointError, ConfigError, RequestError
+from tetrarch.engine.conversation import template_messages
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
@@ -177,7 +178,7 @@ class Tokenizer:
             template_args: Further variables of the template.
 
         Raises:
-            RequestError: No template, or it refuses these messages.
+            RequestError: No template, or it refuses these messages, or they are none.
         """
         if self._hf.chat_template is None:
             raise RequestError(
@@ -186,10 +187,10 @@ class Tokenizer:
                 fix="use /v1/completions, or start the server with --chat-template FILE",
                 param="messages",
             )
-        args = _template_args(template_args)
+        args, chat = _template_args(template_args), template_messages(messages)
         try:
             text = self._hf.apply_chat_template(
-                [{**message, "content": _content_text(message)} for message in messages],
+                chat,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
@@ -220,31 +221,6 @@ def _template_args(args: Mapping[str, Any] | None) -> Mapping[str, Any]:
             param="chat_template_kwargs",
         )
     return args or {}
-
-
-def _content_text(message: Mapping[str, Any]) -> str:
-    """Return a message's content as one string, from a string, `None`, or a list of text parts."""
-    content: object = message.get("content")
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = cast("list[Any]", content) if isinstance(content, list) else [content]
-    texts = [_part_text(part) for part in parts]
-    return "\n".join(texts)
-
-
-def _part_text(part: object) -> str:
-    if isinstance(part, str):
-        return part
-    fields = cast("Mapping[str, object]", part) if isinstance(part, Mapping) else {}
-    text = fields.get("text")
-    if fields.get("type") != "text" or not isinstance(text, str):
-        raise RequestError(
-            "a content part is not text",
-            why=f"its type is {fields.get('type')!r}, and this model reads text only",
-            fix='send a string, or parts of the form {"type": "text", "text": "..."}',
-            param="messages",
-        )
-    return text
 
 
 def _byte_alphabet() -> dict[str, int]:
