@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tetrarch.core.errors import RequestError
 from tetrarch.engine.request import FinishReason
 from tetrarch.engine.text import Tokenizer
 from tetrarch.executor.step import TokenLogprob
@@ -34,6 +35,13 @@ __all__ = ["chat_completions"]
 async def chat_completions(door: Door, http: Request) -> Response:
     """Answer a conversation."""
     body = await read_body(http, ChatBody, later=OPENAI_LATER)
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError(
+            f"top_logprobs is {body.top_logprobs}, and logprobs is not true",
+            why="alternatives are reported beside logprobs only",
+            fix="send logprobs: true as well, or leave top_logprobs out",
+            param="top_logprobs",
+        )
     ids = _prompt_ids(door.tokenizer, body)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     interval = {} if body.stream else {"stream_interval": WHOLE}
