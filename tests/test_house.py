@@ -27,6 +27,7 @@ VENDORS: dict[str, tuple[str, ...]] = {
     "safetensors": ("models/",),
     "huggingface_hub": ("models/",),
     "torch_memory_saver": ("memory/saver.py",),
+    "regex": ("engine/patterns.py",),
     "xgrammar": ("engine/grammar.py",),
     "zmq": ("engine/", "serve/"),
     "fastapi": ("serve/",),

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from tetrarch.engine import patterns
 from tetrarch.engine.messages import Abort
 from tetrarch.engine.request import WeightSpan
 from tetrarch.engine.text import Tokenizer
@@ -41,6 +45,36 @@ def test_a_stop_string_ends_the_output_at_the_token_that_completes_it(
     assert bench.tokens("stopped") == free[:at]
     assert finish(bench, "stopped").matched == stop
     assert len(bench.tokens("late")) > at
+
+
+def test_a_pattern_ends_the_output_at_the_token_that_completes_it(
+    make_bench: Make, demo_tokenizer: Tokenizer
+) -> None:
+    bench = make_bench(tokenizer=demo_tokenizer)
+    free = bench.expected(bench.add("free", range(300, 306), max_new_tokens=30))
+    pattern = re.escape(demo_tokenizer.decode(free[:12])[-3:]) + "|never there"
+    at = next(
+        n for n in range(1, 31) if re.search(pattern, demo_tokenizer.decode(free[:n])) is not None
+    )
+    bench.add("stopped", range(300, 306), max_new_tokens=30, stop_regex=(pattern,))
+    bench.run()
+    assert bench.tokens("stopped") == free[:at]
+    assert finish(bench, "stopped").matched == pattern
+
+
+def test_a_pattern_that_is_too_slow_ends_its_own_output_as_an_error(
+    make_bench: Make, demo_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patterns, "_BURST_S", 1e-6)
+    slow = r"(?=([^\x00]+)+\x00)"
+    bench = make_bench(tokenizer=demo_tokenizer)
+    bench.add("slow", range(300, 306), max_new_tokens=40, stop_regex=(slow,))
+    bench.add("other", range(300, 306), max_new_tokens=40)
+    bench.run()
+    ended = finish(bench, "slow")
+    assert (ended.kind, ended.status, ended.param) == ("abort", 400, "stop_regex")
+    assert ended.code == "stop_regex_too_slow"
+    assert finish(bench, "other").kind == "length"
 
 
 def test_an_abort_brings_what_was_not_told_yet(make_bench: Make) -> None:

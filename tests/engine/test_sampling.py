@@ -56,6 +56,14 @@ ACCEPTED = {
     "sampling_seed": [-(2**63), 2**63 - 1],
     "stream_interval": [1],
     "stop": ["x", [], ["x"] * 32, ["x" * 1024]],
+    "stop_regex": [
+        "x",
+        [],
+        [r"\d+\."] * 32,
+        ["é" * 128],
+        [r"(?:[0-9a-f]{4}-?){8}"],
+        [r"(?m)^END$"],
+    ],
     "stop_token_ids": [[], [0, 99]],
     "logit_bias": [{}, {"0": 1.5}, {99: -1e30}],
     "ignore_eos": [True, False],
@@ -74,6 +82,7 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
     "sampling_seed": ("a 64-bit integer", [2**63, -(2**63) - 1, 1.0]),
     "stream_interval": ("at least 1", [0]),
     "stop": ("at most 32 strings", [5, [5], ["x"] * 33, "", ["a", ""], "x" * 1025, {"a": 1}]),
+    "stop_regex": ("at most 32 regular", [5, [5], ["x"] * 33, "", "é" * 129, {"a": 1}]),
     "stop_token_ids": ("at most 32", [[1.0], ["1"], [True], list(range(33))]),
     "logit_bias": (
         "finite numbers keyed by token id",
@@ -139,7 +148,7 @@ def test_a_misspelt_key_is_refused_with_the_accepted_names() -> None:
         assert name in caught.value.fix
 
 
-@pytest.mark.parametrize("key", ["json_schema", "regex", "ebnf", "structural_tag", "stop_regex"])
+@pytest.mark.parametrize("key", ["json_schema", "regex", "ebnf", "structural_tag"])
 def test_grammars_are_refused_by_name(key: str) -> None:
     with pytest.raises(RequestError, match="not supported yet") as caught:
         parse_sampling({key: "x"}, vocab_size=VOCAB)

@@ -174,6 +174,7 @@ def test_a_stop_string_is_cut_off_and_named(server: Any) -> None:
         ({"prompt": [[1024]]}, "prompt"),
         ({"prompt": {"a": 1}}, "prompt"),
         ({"best_of": 3}, "best_of"),
+        ({"input_ids": [5, 6]}, "input_ids"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"logit_bias": {"4096": 1}}, "logit_bias"),
         ({"prompt": [[5] * 300]}, "300"),

@@ -123,7 +123,6 @@ def test_neutral_values_of_later_features_are_accepted(body: dict[str, Any]) -> 
         {"suffix": "x"},
         {"regex": "a+"},
         {"modalities": ["text", "audio"]},
-        {"input_ids": [1, 2]},
         {"use_beam_search": True},
     ],
 )

@@ -113,7 +113,7 @@ class Engine:
             end_ids=own if sampling.ignore_eos else own | self._end_ids,
         )
         text = None
-        if sampling.stop and self._tokenizer is not None:
+        if (sampling.stop or sampling.stop_regex) and self._tokenizer is not None:
             text = OutputText(self._tokenizer, sampling, request.prompt_ids)
         interval = sampling.stream_interval or self._plan.serve.stream_interval
         self._live[request.rid] = Output(seq, interval=interval, text=text)

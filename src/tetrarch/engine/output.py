@@ -28,7 +28,7 @@ class Output:
         Args:
             seq: Its tokens grow here.
             interval: Tokens that a delta gathers.
-            text: Finds stop strings; `None` where the request has none.
+            text: Finds stop strings and patterns; `None` where the request has none.
         """
         self.seq = seq
         self._interval, self._text = interval, text
@@ -104,6 +104,19 @@ class Output:
             self._text.push((token_id,))
             if self._text.matched is not None:
                 return FinishReason(kind="stop", matched=self._text.matched)
+            if self._text.too_slow is not None:
+                return _too_slow(self._text.too_slow)
         if len(seq.tokens) >= seq.limit:
             return FinishReason(kind="length", length=seq.num_outputs)
         return None
+
+
+def _too_slow(pattern: str) -> FinishReason:
+    return FinishReason(
+        kind="abort",
+        message=f"stop_regex {pattern!r:.80} took too long to look for; repetitions inside "
+        "repetitions, such as (a+)+, make a search explode",
+        status=400,
+        code="stop_regex_too_slow",
+        param="stop_regex",
+    )

@@ -31,6 +31,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         max_new_tokens: 0 runs the prompt only (scoring).
         min_new_tokens: End tokens and stop strings are held back until then.
         stop: Strings that end the text; trimmed from it unless `no_stop_trim`.
+        stop_regex: Regular expressions that do the same, at the token that completes a match.
         stop_token_ids: Ids that end the output, besides the model's own end tokens.
         temperature: Below 1e-6 is greedy.
         top_k: -1: all.
@@ -43,6 +44,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_new_tokens: int | None = 128
     min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     temperature: float = 1.0
     top_p: float = 1.0
@@ -113,7 +115,7 @@ class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: `stop` with `matched`, `length` with `length`, `abort` with `message`.
-        matched: The stop string or the token id.
+        matched: The stop string, the regular expression or the token id.
         status: HTTP status of an abort that is an error; `None`: the client asked for it.
         code: Name of the error, such as `nan_logits`.
         param: The field of the request that is at fault.

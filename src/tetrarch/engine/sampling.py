@@ -15,17 +15,19 @@ from typing import Any, cast
 import msgspec
 
 from tetrarch.core.errors import RequestError
+from tetrarch.engine.patterns import defect
 from tetrarch.engine.request import SamplingParams
 
 __all__ = ["check_sampling", "parse_sampling"]
 
 MAX_STOPS = 32
 MAX_STOP_CHARS = 1024
+MAX_PATTERN_BYTES = 256
 MAX_OUTPUTS = 1024
 MAX_BIAS = 1e30  # a larger one leaves FP32, and would look like a broken model
 INT64 = (-(2**63), 2**63 - 1)
 
-_NOT_YET = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex")
+_NOT_YET = ("json_schema", "regex", "ebnf", "structural_tag")
 _IGNORED = ("custom_params",)
 _OPTIONAL = ("max_new_tokens", "sampling_seed", "stream_interval")  # null is a value of its own
 
@@ -165,6 +167,25 @@ def _stops(key: str, value: object) -> tuple[str, ...]:
     return tuple(items)
 
 
+def _patterns(key: str, value: object) -> tuple[str, ...]:
+    bound = f"at most {MAX_STOPS} regular expressions of 1 to {MAX_PATTERN_BYTES} bytes"
+    items = [value] if isinstance(value, str) else _items(key, value, bound)
+    for item in items:
+        if (
+            not isinstance(item, str)
+            or not 0 < len(item.encode(errors="replace")) <= MAX_PATTERN_BYTES
+        ):
+            raise _refusal(key, value, bound)
+        if why := defect(item):
+            raise RequestError(
+                f"{key} holds {item!r:.80}, which cannot end a text",
+                why=why,
+                fix="send a regular expression as Python's re has them",
+                param=key,
+            )
+    return tuple(items)
+
+
 def _stop_ids(key: str, value: object) -> tuple[int, ...]:
     bound = f"a list of at most {MAX_STOPS} token ids"
     items = [value] if type(value) is int else _items(key, value, bound)
@@ -193,6 +214,7 @@ _RULES: dict[str, _Rule] = {
     "max_new_tokens": _integer(0),
     "min_new_tokens": _integer(0),
     "stop": _stops,
+    "stop_regex": _patterns,
     "stop_token_ids": _stop_ids,
     "temperature": _number(0.0),
     "top_p": _number(0.0, 1.0, above=True),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tetrarch.engine.patterns import PatternStops
 from tetrarch.engine.request import FinishReason, SamplingParams
 from tetrarch.engine.text import Tokenizer
 
@@ -73,20 +74,28 @@ class TextStream:
 
 
 class StopMatcher:
-    """Find the first stop string in growing text; hold back what may become one.
+    """Find the first stop string or pattern in growing text; hold back what may become one.
 
     The first is the one whose end comes first, so that the answer does not depend on how the
-    text is cut into pieces.
+    text is cut into pieces. Patterns are looked for whenever a piece has come.
 
     Attributes:
-        matched: The stop string that was found; nothing is shown after it.
+        matched: The stop string or pattern that was found; nothing is shown after it.
     """
 
-    def __init__(self, stop: Sequence[str], *, keep: bool = False) -> None:
-        """`keep` shows the stop string itself."""
+    def __init__(
+        self, stop: Sequence[str], patterns: Sequence[str] = (), *, keep: bool = False
+    ) -> None:
+        """`keep` shows the stop string itself, or what a pattern matched."""
         self._stop, self._keep = tuple(stop), keep
+        self._patterns = PatternStops(patterns)
         self._held = ""
         self.matched: str | None = None
+
+    @property
+    def too_slow(self) -> str | None:
+        """A pattern that took too long to look for; none is any more."""
+        return self._patterns.too_slow
 
     def push(self, text: str, *, armed: bool = True) -> str:
         """Take new text, return what may be shown.
@@ -99,11 +108,15 @@ class StopMatcher:
             return ""
         before = len(self._held)
         scope = self._held + text
-        if armed and (hit := self._first(scope, before)) is not None:
-            end, start, self.matched = hit
+        hits = self._strings(scope, before) if armed else []
+        if (found := self._patterns.push(text, armed=armed)) is not None:
+            after, since_start, pattern = found
+            hits.append((len(scope) - after, len(scope) - since_start, pattern))
+        if hits:
+            end, start, self.matched = min(hits)
             self._held = ""
             return scope[: end if self._keep else start]
-        shown = len(scope) - self._partial(scope)
+        shown = len(scope) - max(self._partial(scope), self._patterns.held)
         self._held = scope[shown:]
         return scope[:shown]
 
@@ -112,13 +125,13 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _first(self, scope: str, before: int) -> tuple[int, int, str] | None:
+    def _strings(self, scope: str, before: int) -> list[tuple[int, int, str]]:
         hits: list[tuple[int, int, str]] = []
         for stop in self._stop:
             start = scope.find(stop, max(0, before - len(stop) + 1))
             if start >= 0:
                 hits.append((start + len(stop), start, stop))
-        return min(hits, default=None)
+        return hits
 
     def _partial(self, scope: str) -> int:
         """Length of the longest end of `scope` that begins a stop string."""
@@ -132,9 +145,9 @@ class StopMatcher:
 
 
 class OutputText:
-    """What a client may see of an output: decoded, cut at a stop string, end token left out.
+    """What a client may see of an output: decoded, cut where it stops, end token left out.
 
-    The engine uses it to find stop strings, the doors to make text; both see the same.
+    The engine uses it to find stop strings and patterns, the doors to make text; both see the same.
 
         text = OutputText(tokenizer, request.sampling, request.prompt_ids)
         shown = text.push(delta.token_ids, delta.finish)   # "" while nothing is certain
@@ -144,14 +157,19 @@ class OutputText:
         self, tokenizer: Tokenizer, sampling: SamplingParams, prompt_ids: Sequence[int] = ()
     ) -> None:
         self._stream = TextStream(tokenizer, sampling, prompt_ids)
-        self._stops = StopMatcher(sampling.stop, keep=sampling.no_stop_trim)
+        self._stops = StopMatcher(sampling.stop, sampling.stop_regex, keep=sampling.no_stop_trim)
         self._sampling = sampling
         self._count = 0
 
     @property
     def matched(self) -> str | None:
-        """The stop string that ended the text."""
+        """The stop string or pattern that ended the text."""
         return self._stops.matched
+
+    @property
+    def too_slow(self) -> str | None:
+        """A pattern that took too long to look for."""
+        return self._stops.too_slow
 
     def push(self, token_ids: Sequence[int], finish: FinishReason | None = None) -> str:
         """Take the tokens of a delta, return the new text; `finish` releases what was held."""

@@ -36,8 +36,9 @@ def check_request(request: GenerateRequest, limits: Limits) -> GenerateRequest:
     sampling = check_sampling(request.sampling, vocab_size=limits.vocab_size)
     if sampling.n != 1:
         raise _refusal("n", sampling.n, "1 here: outputs are fanned out by the caller")
-    if sampling.stop and not limits.has_text:
-        raise _refusal("stop", sampling.stop, "empty: this server has no tokenizer")
+    for name, stops in (("stop", sampling.stop), ("stop_regex", sampling.stop_regex)):
+        if stops and not limits.has_text:
+            raise _refusal(name, stops, "empty: this server has no tokenizer")
     _check_prompt(request, limits, draws=sampling.max_new_tokens != 0)
     if not -1 <= request.logprob_start <= len(request.prompt_ids):
         bound = f"-1, or a position up to the prompt's length {len(request.prompt_ids)}"

@@ -16,7 +16,7 @@ from tetrarch.engine.text import Tokenizer
 from tetrarch.executor.step import TokenLogprob
 from tetrarch.serve.body import read_body
 from tetrarch.serve.door import Door, new_rid
-from tetrarch.serve.fields import OPENAI_LATER, read_prompts
+from tetrarch.serve.fields import COMPLETIONS_LATER, read_prompts
 from tetrarch.serve.openai import WHOLE, Job, Logprobs, answer, check_prompt, fan_out_prompts
 from tetrarch.serve.openai_types import CompletionBody, CompletionChoice, CompletionLogprobs
 from tetrarch.serve.outputs import Output
@@ -28,7 +28,7 @@ DEFAULT_MAX_TOKENS = 16
 
 async def completions(door: Door, http: Request) -> Response:
     """Continue a prompt, or a batch of prompts."""
-    body = await read_body(http, CompletionBody, later=OPENAI_LATER)
+    body = await read_body(http, CompletionBody, later=COMPLETIONS_LATER)
     prompts, _ = read_prompts(body.prompt, "prompt")
     prompt_ids = [
         check_prompt(door.tokenizer.encode(each) if isinstance(each, str) else each, "prompt")

@@ -17,6 +17,7 @@ from tetrarch.engine.request import SamplingParams
 from tetrarch.engine.sampling import parse_sampling
 
 __all__ = [
+    "COMPLETIONS_LATER",
     "NATIVE_LATER",
     "OPENAI_LATER",
     "Ignored",
@@ -54,6 +55,10 @@ class SamplingFields(msgspec.Struct, kw_only=True, frozen=True):
     n: Annotated[int | None, Meta(description="Independent outputs for each prompt.")] = None
     seed: Annotated[int | None, Meta(description="Same seed and request: same output.")] = None
     stop: Annotated[str | list[str] | None, Meta(description="Strings that end the text.")] = None
+    stop_regex: Annotated[
+        str | list[str] | None,
+        Meta(description="Regular expressions that end it; a match is at most 256 characters."),
+    ] = None
     stop_token_ids: Annotated[list[int] | None, Meta(description="Ids that end it.")] = None
     min_tokens: Annotated[int | None, Meta(description="Nothing ends the text before.")] = None
     ignore_eos: Annotated[bool | None, Meta(description="The end token ends nothing.")] = None
@@ -114,7 +119,6 @@ OPENAI_LATER = frozenset(
         "regex",
         "ebnf",
         "structural_tag",
-        "stop_regex",
         "guided_json",
         "guided_regex",
         "guided_grammar",
@@ -127,7 +131,6 @@ OPENAI_LATER = frozenset(
         "audio",
         "modalities",
         "web_search_options",
-        "input_ids",
         "custom_logit_processor",
         "use_beam_search",
         "lora_path",
@@ -136,6 +139,9 @@ OPENAI_LATER = frozenset(
     }
 )
 """Fields of `/v1/*` that ask for something we do not do."""
+
+COMPLETIONS_LATER = OPENAI_LATER | {"input_ids"}
+"""The same where the prompt is called `prompt`."""
 
 NATIVE_LATER = frozenset(
     {
