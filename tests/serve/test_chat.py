@@ -124,12 +124,19 @@ def test_nothing_is_sent_before_the_first_token(fresh_server: Any) -> None:
         ({"messages": QUESTION, "chat_template_kwargs": {"tokenize": True}}, "chat_template_"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ({"stream": "yes"}, "stream"),
-        ({"input_ids": [5, 6]}, "input_ids"),
+        ({"input_ids": []}, "input_ids"),
+        ({"input_ids": ["a"]}, "input_ids"),
+        ({"input_ids": [True]}, "input_ids"),
+        ({"input_ids": [1024]}, "input_ids must be token ids"),
+        ({"input_ids": [5] * 300}, "input_ids"),
+        ({"messages": None}, "messages"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"top_p": 0}, "top_p"),
+        ({"stop_regex": "("}, "stop_regex"),
+        ({"stop_regex": 5}, "stop_regex"),
         ({"max_completion_tokens": "ten"}, "max_completion_tokens"),
     ],
 )
@@ -160,6 +167,36 @@ def test_the_last_message_can_be_continued(server: Any) -> None:
     ids = server.engine.requests[-1].prompt_ids
     text = server.door.tokenizer.decode(ids, skip_special_tokens=False)
     assert text.endswith("<|im_start|>assistant\nIt is")
+
+
+def test_ids_stand_for_messages_and_win_over_them(server: Any) -> None:
+    for body in ({"input_ids": [5, 6]}, {"input_ids": [5, 6], "messages": QUESTION}):
+        reply = server.http.post("/v1/chat/completions", json=body)
+        assert reply.json()["choices"][0]["message"]["content"] == ANSWER
+        assert server.engine.requests[-1].prompt_ids == (5, 6)
+    reply = server.http.post("/v1/chat/completions", json={})
+    assert (reply.status_code, reply.json()["param"]) == (400, "messages")
+
+
+def test_a_pattern_ends_an_answer(server: Any) -> None:
+    for stream in (False, True):
+        body = {"messages": QUESTION, "stop_regex": r"\d+", "stream": stream}
+        reply = server.http.post("/v1/chat/completions", json=body)
+        assert server.engine.requests[-1].sampling.stop_regex == (r"\d+",)
+        if not stream:
+            [choice] = reply.json()["choices"]
+            assert (choice["message"]["content"], choice["finish_reason"]) == (
+                "The answer is ",
+                "stop",
+            )
+            assert choice["matched_stop"] == r"\d+"
+            continue
+        lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
+        chunks = [json.loads(line) for line in lines[:-1]]
+        deltas = [chunk["choices"][0]["delta"]["content"] or "" for chunk in chunks]
+        assert "".join(deltas) == "The answer is "
+    kept = _chat(server, stop_regex=[r"\d+"], no_stop_trim=True)["choices"][0]["message"]["content"]
+    assert kept.startswith("The answer is 4")
 
 
 def test_ids_and_meta_info_come_on_request(server: Any) -> None:

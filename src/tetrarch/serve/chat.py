@@ -52,18 +52,21 @@ async def chat_completions(door: Door, http: Request) -> Response:
     )
     rid = body.rid or new_rid("chatcmpl-")
     logprobs = Logprobs(wanted=bool(body.logprobs), top=body.top_logprobs or 0)
+    prompt_name = {"input_ids": "messages"} if body.input_ids is None else {}
     job = Job(
         kind="chat.completion.chunk" if body.stream else "chat.completion",
         body=body,
         rid=rid,
         requests=fan_out_prompts(rid, [ids], sampling, logprobs=logprobs),
-        names={"input_ids": "messages", "top_logprobs_num": "top_logprobs"},
+        names={**prompt_name, "top_logprobs_num": "top_logprobs"},
         num_choices=sampling.n,
     )
     return await answer(door, http, job, _ChatWriter(door, body))
 
 
 def _prompt_ids(tokenizer: Tokenizer, body: ChatBody) -> Sequence[int]:
+    if body.input_ids is not None:
+        return check_prompt(body.input_ids, "input_ids")
     effort = body.reasoning_effort
     template_args = dict(body.chat_template_kwargs or {})
     if effort is not None:

@@ -66,7 +66,10 @@ class ChatBody(OpenAIBody, kw_only=True, frozen=True):
 
     messages: Annotated[
         list[dict[str, Any]], Meta(description="role and content, text or a list of text parts.")
-    ]
+    ] = []
+    input_ids: Annotated[
+        list[int] | None, Meta(description="The prompt's token ids, instead of messages.")
+    ] = None
     max_completion_tokens: Annotated[
         int | None, Meta(description="Default: up to the context length.")
     ] = None
