@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tetrarch.config.plan import GraphPlan, ParallelPlan, Plan
-from tetrarch.core.errors import ConfigError, TetrarchError, Unsupported
+from tetrarch.core.errors import BudgetTooSmall, ConfigError, TetrarchError, Unsupported
 
 Refusals = Callable[..., list[TetrarchError]]
 
@@ -73,6 +73,36 @@ def test_details_of_speculation_need_an_algorithm(
     (error,) = refusals(**settings)
     assert isinstance(error, ConfigError)
     assert "without --speculative-algorithm" in error.what
+
+
+@pytest.mark.parametrize(
+    ("settings", "needed"),
+    [
+        ({}, "576 tokens required, capacity 511"),
+        ({"graph_max_prefill_tokens": 2048}, "2048 tokens required"),
+        ({"graph_max_batch": 600}, "600 tokens required"),
+        (
+            {
+                "speculative_algorithm": "mtp",
+                "speculative_num_draft_tokens": 100,
+                "max_running_requests": 10,
+            },
+            "1512 tokens required",
+        ),
+        ({"speculative_algorithm": "mtp"}, f"{512 + 48 * 4} tokens required"),
+    ],
+)
+def test_a_budget_that_is_too_small_is_reported_beside_the_refusals(
+    refusals: Refusals, settings: dict[str, Any], needed: str
+) -> None:
+    asked = {"moe_dispatch": "all_to_all", "max_dispatch_tokens": 511, **settings}
+    errors = refusals(**asked)
+    [small] = [error for error in errors if isinstance(error, BudgetTooSmall)]
+    assert needed in small.what
+    assert any("all_to_all" in error.what for error in errors)
+    assert any("not supported" in error.what for error in errors if error is not small)
+    enough = refusals(**{**asked, "max_dispatch_tokens": 4096})
+    assert not [error for error in enough if isinstance(error, BudgetTooSmall)]
 
 
 def test_deterministic_and_fused_finalize_contradict_each_other(refusals: Refusals) -> None:

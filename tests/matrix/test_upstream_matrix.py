@@ -244,7 +244,7 @@ A2A = [
     Case(
         "A2A token budget too small -> ValueError",
         ONLINE | {"moe_dispatch": "all_to_all", "max_dispatch_tokens": 1},
-        words=("--max-dispatch-tokens 1", "all-to-all dispatcher"),
+        words=("--max-dispatch-tokens 1", "all-to-all dispatcher", "tokens required, capacity 1"),
     ),
 ]
 

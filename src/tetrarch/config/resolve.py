@@ -62,7 +62,7 @@ def resolve(
 
 def _decide(
     args: LaunchArgs, checkpoint: Checkpoint, facts: ModelFacts, device: Device, ledger: Ledger
-) -> Plan:
+) -> Plan | None:
     model = resolve_model(args, checkpoint, facts, ledger)
     serve = resolve_serve(args, model, ledger)
     parallel = resolve_parallel(args, ledger)
@@ -73,15 +73,19 @@ def _decide(
     memory = resolve_memory(args, model, device, schedule, ledger)
     threads = resolve_threads(args, parallel, device, ledger)
     quant = resolve_quant(args, checkpoint, facts, ledger)
-    route = resolve_route(args, quant, device, ledger)
-    budget = token_budget(
-        schedule,
-        spec,
-        graphs=graphs,
-        parallel=parallel,
-        dispatch=route.dispatch,
-        context_len=model.context_len,
+    route = ledger.attempt(lambda: resolve_route(args, quant, device, ledger))
+    budget = ledger.attempt(
+        lambda: token_budget(
+            schedule,
+            spec,
+            graphs=graphs,
+            parallel=parallel,
+            dispatch=args.moe_dispatch if route is None else route.dispatch,
+            context_len=model.context_len,
+        )
     )
+    if route is None or budget is None:
+        return None
     ledger.decide("tokens_per_step", budget.per_rank, f"at most: {budget.term}")
     cache = resolve_decoded_cache(
         args, route, model=model, quant=quant, device=device, ledger=ledger

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settle ranks, speculation and graphs: declared, sized for, and refused until they exist."""
+"""Settle ranks, speculation and graphs: declared, sized for, and refused until they exist.
+
+What is refused is carried on as it was asked for, so that whatever else it breaks is reported too.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from tetrarch.config.plan import GraphPlan, ParallelPlan, SpecPlan
 from tetrarch.core.errors import ConfigError, Unsupported
 
 __all__ = ["resolve_deterministic", "resolve_graphs", "resolve_parallel", "resolve_speculation"]
+
+_STEPS = 3  # drafted before each verification
 
 
 def _not_yet(what: str, why: str) -> Unsupported:
@@ -30,7 +35,12 @@ def resolve_parallel(args: LaunchArgs, ledger: Ledger) -> ParallelPlan:
         )
     ledger.decide("ep_size", 1, "one rank holds all experts")
     ledger.decide("max_dispatch_tokens", "not used", "all_gather sends whole steps")
-    return ParallelPlan(tp=1, dp=1, ep=1, max_dispatch_tokens=args.max_dispatch_tokens)
+    return ParallelPlan(
+        tp=args.tp_size,
+        dp=args.dp_size,
+        ep=args.ep_size or 1,
+        max_dispatch_tokens=args.max_dispatch_tokens,
+    )
 
 
 def resolve_speculation(args: LaunchArgs, ledger: Ledger) -> SpecPlan | None:
@@ -59,7 +69,14 @@ def resolve_speculation(args: LaunchArgs, ledger: Ledger) -> SpecPlan | None:
         )
     for flag in ("--speculative-algorithm", *details):
         ledger.decide(flag.removeprefix("--").replace("-", "_"), "not used", "nothing is drafted")
-    return None
+    if args.speculative_algorithm is None:
+        return None
+    steps = args.speculative_num_steps or _STEPS
+    return SpecPlan(
+        algorithm=args.speculative_algorithm,
+        num_steps=steps,
+        num_draft_tokens=args.speculative_num_draft_tokens or steps + 1,
+    )
 
 
 def resolve_graphs(args: LaunchArgs, spec: SpecPlan | None, ledger: Ledger) -> GraphPlan:
@@ -77,7 +94,10 @@ def resolve_graphs(args: LaunchArgs, spec: SpecPlan | None, ledger: Ledger) -> G
         ledger.decide("cuda_graphs", "off", "steps are not captured yet")
     for field in ("graph_max_batch", "graph_max_prefill_tokens"):
         ledger.decide(field, 0, "nothing is captured")
-    return GraphPlan(max_decode_batch=0, max_prefill_tokens=0)
+    return GraphPlan(
+        max_decode_batch=args.graph_max_batch or 0,
+        max_prefill_tokens=args.graph_max_prefill_tokens or 0,
+    )
 
 
 def resolve_deterministic(args: LaunchArgs, ledger: Ledger) -> bool:
