@@ -17,6 +17,7 @@ import pytest
 import uvicorn
 
 from tetrarch.config.cli import read_keywords
+from tetrarch.config.generation import read_chat_defaults
 from tetrarch.config.launch import plan_launch
 from tetrarch.config.plan import ModelFacts, Plan
 from tetrarch.core.errors import EngineDead
@@ -36,7 +37,6 @@ from tetrarch.engine.validation import Limits
 from tetrarch.executor.step import TokenLogprob
 from tetrarch.serve.app import build_app
 from tetrarch.serve.client import EngineClient
-from tetrarch.serve.defaults import read_chat_defaults
 from tetrarch.serve.door import Door
 from tetrarch.serve.launch import bind
 from tetrarch.serve.metrics import Metrics
@@ -242,7 +242,7 @@ class ScriptedServer:
             client=self.client,
             tokenizer=tokenizer,
             metrics=Metrics(plan.model.served_name),
-            chat_defaults=read_chat_defaults(plan.model.path),
+            chat_defaults=read_chat_defaults(Path(plan.model.path)),
         )
         listener = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"

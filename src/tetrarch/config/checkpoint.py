@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from tetrarch.config.files import field_error, is_file, is_folder, object_in, read_object
 from tetrarch.config.formats import Declared, recognise
+from tetrarch.config.generation import read_chat_defaults
 from tetrarch.config.headers import WeightScan, scan_weights
 from tetrarch.config.sizes import check_sizes
 from tetrarch.core.errors import CheckpointError
@@ -76,8 +77,8 @@ def read_checkpoint(path: str) -> Checkpoint:
     """Describe the checkpoint in a local folder.
 
     Raises:
-        CheckpointError: The folder or its `config.json` is missing, a file is damaged, a size or
-            type is none, or the weights are in a format that we refuse.
+        CheckpointError: The folder or its `config.json` is missing, a file is damaged, a size,
+            type or sampling parameter is none, or the weights are in a format that we refuse.
     """
     folder = Path(path)
     if not is_folder(folder):
@@ -95,6 +96,7 @@ def read_checkpoint(path: str) -> Checkpoint:
             "original-format checkpoints must be converted",
         )
     check_sizes(config, folder / "config.json")
+    read_chat_defaults(folder)  # only serving samples by them, but no command shall find it right
     declared = recognise(config, read_object(folder / "hf_quant_config.json"))
     weights = scan_weights(folder)
     return _checkpoint(folder, config, declared or _undeclared(config, weights), weights)

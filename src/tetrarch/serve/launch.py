@@ -9,14 +9,15 @@ import resource
 import socket
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
+from tetrarch.config.generation import read_chat_defaults
 from tetrarch.config.plan import Plan
 from tetrarch.core.errors import ConfigError
 from tetrarch.core.progress import NoProgress, Progress
 from tetrarch.engine.process import EngineProcess
 from tetrarch.engine.text import load_tokenizer
 from tetrarch.serve.client import EngineClient
-from tetrarch.serve.defaults import read_chat_defaults
 from tetrarch.serve.door import Door
 from tetrarch.serve.life import BACKLOG, Life
 from tetrarch.serve.metrics import Metrics
@@ -54,7 +55,7 @@ def serve(
                 plan.model.tokenizer_path, chat_template=plan.serve.chat_template
             ),
             metrics=Metrics(plan.model.served_name),
-            chat_defaults=read_chat_defaults(plan.model.path),
+            chat_defaults=read_chat_defaults(Path(plan.model.path)),
         )
         with EngineProcess(plan) as engine:
             life = Life(door, engine, progress or NoProgress(), announce)

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from tetrarch.config.files import read_object
 from tetrarch.core.errors import CheckpointError
 
 __all__ = ["read_chat_defaults"]
@@ -24,22 +25,20 @@ class _GenerationConfig(msgspec.Struct):
     repetition_penalty: float | None = None
 
 
-def read_chat_defaults(checkpoint: str) -> dict[str, Any]:
-    """Read generation_config.json of a checkpoint folder, as sampling parameters.
+def read_chat_defaults(folder: Path) -> dict[str, Any]:
+    """Read generation_config.json of a checkpoint, as sampling parameters.
 
     `do_sample: false` means greedy. A `top_k` of 0 means all, which is our default.
 
     Raises:
         CheckpointError: The file is there and cannot be understood.
     """
-    path = Path(checkpoint) / "generation_config.json"
-    if not path.is_file():
-        return {}
+    path = folder / "generation_config.json"
     try:
-        config = msgspec.json.decode(path.read_bytes(), type=_GenerationConfig)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        config = msgspec.convert(read_object(path) or {}, _GenerationConfig)
+    except msgspec.ValidationError as error:
         raise CheckpointError(
-            f"cannot read {path}",
+            f"cannot sample as {path} says",
             why=str(error),
             fix="repair the file, or delete it to sample with temperature 1",
         ) from error
