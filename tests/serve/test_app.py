@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import httpx
@@ -21,6 +22,22 @@ def test_bytes_that_are_no_request_are_400(server: Any, content: bytes) -> None:
     )
     assert flat.status_code == 400
     assert flat.json()["object"] == "error"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "a"}),
+        ("/v1/completions", {"prompt": "a", "stream_options": {"include_usage": True}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 2}),
+    ],
+)
+def test_every_byte_of_a_stream_belongs_to_an_event(
+    server: Any, path: str, body: dict[str, Any]
+) -> None:
+    """Clients feed every line to a JSON parser: no comment, no ping, no other field."""
+    reply = server.http.post(path, json={**body, "stream": True})
+    assert re.fullmatch(r"(data: \{[^\n]+\}\n\n)+data: \[DONE\]\n\n", reply.text), reply.text
 
 
 def test_a_refusal_of_the_engine_keeps_its_status(server: Any) -> None:
