@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tetrarch.core.errors import CheckpointError
 from tetrarch.memory.journal import Journal
 from tetrarch.models.build import Model, build_model
 from tetrarch.models.placement import Placement, place
@@ -80,3 +81,19 @@ def test_digests_are_those_of_the_model_and_only_on_demand(work: Any) -> None:
             writer.take(one.weight, one.to, parts)
     assert told.digests == checksums(model)
     assert silent.digests == {}
+
+
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf, 1e39])
+def test_a_dense_weight_that_is_not_finite_is_refused_by_name_and_not_written(
+    work: Any, bad: float
+) -> None:
+    model, plan, everything = work
+    one, parts = next(pair for pair in everything if pair[0].weight.name == "model.norm.weight")
+    value = parts["weight"].double()  # 1e39 is a number there, and none in the model's float32
+    value[3] = bad
+    journal = Journal(keeps=True)
+    writer = WeightWriter(model, plan.quant, journal)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds NaN or Inf"):
+        writer.take(one.weight, one.to, {"weight": value})
+    assert journal.is_empty
+    writer.take(one.weight, one.to, parts)  # the number is at fault, not the weight

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tetrarch.config.plan import QuantPlan
+from tetrarch.core.errors import CheckpointError
 from tetrarch.memory.checksum import digest
 from tetrarch.memory.journal import Journal
 from tetrarch.models.build import Model
@@ -63,6 +64,7 @@ class WeightWriter:
         slot = self.model.weights[to.name]
         stored = assemble(weight, parts, dtype=slot.dtype, device=slot.device)
         value = decode(stored, slot.dtype)
+        _check_finite(weight.name, value)
         self.journal.write(self.model.weights, to.name, value)
         if self._keeps_digests:
             self.digests[to.name] = digest(value)
@@ -115,3 +117,12 @@ class WeightWriter:
             else:
                 stager.put(part, expert, one)
                 self.num_expert_matrices += 1
+
+
+def _check_finite(name: str, value: Tensor) -> None:
+    if not bool(torch.isfinite(value).all()):
+        raise CheckpointError(
+            f"{name} holds NaN or Inf",
+            why=f"as {str(value.dtype).removeprefix('torch.')} it would spread to every token",
+            fix="export the checkpoint again; float16 holds no number above 65,504",
+        )
