@@ -17,6 +17,7 @@ from tetrarch.config.files import (
     is_folder,
     names_in,
     object_in,
+    open_file,
     read_object,
 )
 from tetrarch.core.errors import CheckpointError
@@ -119,3 +120,23 @@ def test_a_field_of_another_kind_is_named(value: object) -> None:
 def test_a_long_value_is_not_quoted() -> None:
     assert "x is a text" in field_error("x", "a" * 100, "short").what
     assert "x is an object" in field_error("x", {"a": "a" * 100}, "short").what
+
+
+def test_what_is_no_ordinary_file_is_refused_at_once(tmp_path: Path) -> None:
+    pipe, endless, folder = (tmp_path / name for name in ("pipe", "endless", "folder"))
+    os.mkfifo(pipe)
+    endless.symlink_to("/dev/zero")
+    folder.mkdir()
+    for path in (pipe, endless, folder):
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            read_object(path)
+        with pytest.raises(OSError, match=r"no ordinary file|Is a directory"):
+            open_file(path)
+
+
+def test_a_json_file_that_would_fill_the_memory_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # a hole: it takes no room on the disk
+    with pytest.raises(CheckpointError, match="more than any JSON of a checkpoint"):
+        read_object(path)

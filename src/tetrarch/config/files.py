@@ -4,14 +4,26 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any, cast
 
 from tetrarch.core.errors import CheckpointError
 
-__all__ = ["field_error", "is_file", "is_folder", "names_in", "object_in", "read_object"]
+__all__ = [
+    "field_error",
+    "is_file",
+    "is_folder",
+    "names_in",
+    "object_in",
+    "open_file",
+    "read_object",
+]
 
+_MOST_JSON = 1 << 28  # bytes; an index of 50,000 tensors takes 5 MB
 _KINDS: dict[type, str] = {
     bool: "a boolean",
     int: "a number",
@@ -46,14 +58,32 @@ def is_file(path: Path) -> bool:
         raise _unreadable(path, error) from error
 
 
+def open_file(path: Path) -> FileIO:
+    """Open an ordinary file to read it, unbuffered.
+
+    A pipe would wait for a writer for ever, and a device may have no end.
+
+    Raises:
+        OSError: There is none, it is of another kind, or we may not read it.
+    """
+    file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError("it is no ordinary file")
+    return file
+
+
 def read_object(path: Path) -> dict[str, Any] | None:
     """Read a JSON object; `None` where there is no such file.
 
     Raises:
-        CheckpointError: It cannot be read, or is not UTF-8, not JSON, or no object.
+        CheckpointError: It cannot be read, is no ordinary file, not UTF-8, not JSON, or no object.
     """
     try:
-        value: object = json.loads(path.read_text(encoding="utf-8"))
+        with open_file(path) as file:
+            if (size := os.fstat(file.fileno()).st_size) > _MOST_JSON:
+                raise ValueError(f"it is {size} bytes long, more than any JSON of a checkpoint")
+            value: object = json.loads(file.readall().decode())
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from tetrarch.config.files import is_file, read_object
+from tetrarch.config.files import is_file, open_file, read_object
 from tetrarch.core.errors import CheckpointError
 
 __all__ = [
@@ -211,7 +211,7 @@ def read_header(path: Path) -> Iterator[TensorHeader]:
 
 def _header(path: Path) -> tuple[dict[str, Any], range]:
     """Return the header without its metadata, and where the bytes of tensors are."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         (length,) = struct.unpack("<Q", file.read(8))
         rest = path.stat().st_size - 8
         if length > min(_MAX_HEADER, rest):

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tetrarch.config.files import open_file
 from tetrarch.core.errors import CheckpointError
 
 __all__ = ["Shard"]
@@ -28,7 +29,7 @@ class Shard:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._file = path.open("rb", buffering=0)
+            self._file = open_file(path)
         except OSError as error:
             raise self._unreadable(str(path), error) from error
         self._seen = self._stamp()
