@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tetrarch.engine import updates
 from tetrarch.engine.actions import (
     BeginUpdate,
     CheckWeights,
@@ -385,6 +386,88 @@ def test_a_request_between_two_calls_gets_503_and_the_trainer_goes_on(
     desk.run()
     assert desk.tokens("b") == alone(1, PROMPT, LENGTH)[0]
     assert spans(desk, "b") == [("1", 0, LENGTH)]
+
+
+def probe(rid: str) -> GenerateRequest:
+    sampling = SamplingParams(max_new_tokens=1, temperature=0.0)
+    return GenerateRequest(rid=rid, prompt_ids=(0,), sampling=sampling, is_probe=True)
+
+
+@pytest.mark.parametrize("is_explicit", [False, True])
+def test_a_probe_ends_no_update_and_waits_for_none(
+    desk: Any, new_tensors: Tensors, post: Any, rank: Any, is_explicit: bool
+) -> None:
+    if is_explicit:
+        desk.ask(BeginUpdate)
+    assert desk.ask(UpdateFromTensors, data=post(new_tensors), flush_cache=False).ok
+    desk.send(probe("health"))
+    assert desk.finish("health").status == 503
+    assert rank.weights.is_open
+    assert (desk.beat.is_updating, desk.beat.state) == (True, "ready")
+    assert desk.ask(EndUpdate).ok
+    assert not desk.beat.is_updating
+    desk.send(probe("again"))
+    desk.run()
+    assert desk.finish("again").kind == "length"
+
+
+def test_the_last_call_may_be_repeated_after_its_answer_was_lost(
+    desk: Any, new_tensors: Tensors, post: Any, rank: Any, checksums: Any
+) -> None:
+    first, second = halves(new_tensors)
+    assert desk.ask(UpdateFromTensors, data=post(first), flush_cache=False).ok
+    assert desk.ask(UpdateFromTensors, data=post(second), weight_version="v").ok
+    for _ in range(2):
+        copies = {name: value.clone() for name, value in second.items()}
+        reply = desk.ask(UpdateFromTensors, data=post(copies), weight_version="v")
+        assert (reply.ok, reply.payload["is_open"]) == (True, False)
+        assert reply.payload["weight_version"] == desk.beat.weight_version == "v"
+    assert rank.checksum() == checksums[1]
+    other = {name: value + 1 for name, value in second.items()}
+    assert not desk.ask(UpdateFromTensors, data=post(other)).ok, "other values are half a layer"
+    assert rank.checksum() == checksums[1]
+
+
+def test_a_trainer_that_died_mid_layer_is_not_waited_for(
+    desk: Any, new_tensors: Tensors, post: Any, rank: Any, alone: Any, checksums: Any, silence: Any
+) -> None:
+    desk.send(request("a"))
+    desk.turn(2)
+    first, _ = halves(new_tensors)
+    assert desk.ask(UpdateFromTensors, data=post(first), flush_cache=False).ok
+    assert rank.weights.is_open
+    silence()
+    desk.run()
+    assert desk.tokens("a") == alone(0, PROMPT, LENGTH)[0]
+    assert (rank.weights.is_open, rank.state, rank.checksum()) == (False, "ready", checksums[0])
+    assert not desk.beat.is_updating
+
+
+def test_a_trainer_that_never_said_that_it_was_done_is_taken_to_be(
+    desk: Any, new_tensors: Tensors, post: Any, rank: Any, alone: Any, checksums: Any, silence: Any
+) -> None:
+    assert desk.ask(UpdateFromTensors, data=post(new_tensors), flush_cache=False).ok
+    silence()
+    desk.turn()
+    assert (rank.weights.is_open, rank.checksum()) == (False, checksums[1])
+    assert desk.beat.weight_version == "1"
+
+
+def test_an_explicit_update_waits_for_its_end(
+    desk: Any, new_tensors: Tensors, post: Any, rank: Any, silence: Any
+) -> None:
+    desk.ask(BeginUpdate)
+    assert desk.ask(UpdateFromTensors, data=post(halves(new_tensors)[0])).ok
+    silence()
+    with pytest.raises(AssertionError, match="would wait for ever"):
+        desk.turn()
+    assert rank.weights.is_open
+
+
+@pytest.fixture
+def silence(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Return what lets so much time pass that a trainer counts as dead."""
+    return lambda: monkeypatch.setattr(updates, "ABANDON_S", 0.0)
 
 
 def test_while_paused_a_request_waits_and_ends_no_update(

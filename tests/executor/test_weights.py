@@ -447,6 +447,45 @@ def test_values_that_cannot_be_weights_end_the_update(
     assert (store.state, store.is_open, store.checksums()) == ("ready", False, before)
 
 
+def test_a_dense_weight_that_is_not_finite_is_refused_by_name(
+    start: Start, store: WeightStore, paths: tuple[Path, Path]
+) -> None:
+    before, name = store.checksums(), "model.norm.weight"
+    damage(paths[1], lambda tensors: tensors[name][2:3].fill_(torch.nan))
+    with pytest.raises(CheckpointError, match=rf"(?s){name} holds NaN.*the old weights are served"):
+        reload(store, paths[1])
+    assert (store.state, store.checksums()) == ("ready", before)
+    with pytest.raises(CheckpointError, match=f"{name} holds NaN"):
+        start(paths[1])
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", FILE])
+def test_a_pipe_in_place_of_a_file_holds_nobody_up(
+    store: WeightStore, paths: tuple[Path, Path], name: str
+) -> None:
+    (paths[1] / name).unlink(missing_ok=True)
+    os.mkfifo(paths[1] / name)
+    with pytest.raises(CheckpointError):
+        store.plan(str(paths[1]), atomic=None)
+
+
+def test_a_call_that_is_repeated_after_the_end_is_known(
+    store: WeightStore, paths: tuple[Path, Path]
+) -> None:
+    tensors = read(paths[1])
+    last = {name: tensors[name].clone() for name in ("model.norm.weight", "lm_head.weight")}
+    assert not store.holds(last)
+    store.add(tensors)
+    assert not store.holds(last), "it has not ended"
+    store.finish()
+    assert store.holds(last)
+    assert not store.holds({})
+    assert not store.holds({**last, "another": last["lm_head.weight"]})
+    assert not store.holds({name: value + 1 for name, value in last.items()})
+    reload(store, paths[0])
+    assert not store.holds(last), "other weights have come since"
+
+
 def test_released_weights_can_be_neither_read_nor_written(
     executor: Executor, paths: tuple[Path, Path]
 ) -> None:

@@ -73,11 +73,15 @@ def test_a_failing_forward_fails_the_probe_at_once(server: ScriptedServer) -> No
 
 @pytest.mark.parametrize(
     "code",
-    ["weights_inconsistent", "weights_released", "weights_not_loaded", "kv_released", "paused"],
+    [
+        *("weights_inconsistent", "weights_released", "weights_not_loaded", "kv_released"),
+        *("paused", "updating"),
+    ],
 )
 def test_an_engine_that_runs_nothing_lives_and_says_why(server: ScriptedServer, code: str) -> None:
-    is_paused = code == "paused"
-    server.told(state="ready" if is_paused else code, is_paused=is_paused, num_paused=2)
+    is_paused, is_updating = code == "paused", code == "updating"
+    state = "ready" if is_paused or is_updating else code
+    server.told(state=state, is_paused=is_paused, is_updating=is_updating, num_paused=2)
     count = len(server.engine.requests)
     assert {server.http.get(path).status_code for path in ("/health", "/ping")} == {200}
     for path in ("/health_generate", "/ready"):

@@ -21,8 +21,10 @@ def _url(path: str) -> str:
 
 def _needs_more(route: Route) -> bool:
     """Whether an empty body is too little: it lacks a field, or any prompt."""
-    if route.body is None or "/generate" in route.paths:
-        return route.body is not None
+    if route.body is None:
+        return False
+    if {"/generate", "/v1/chat/completions"}.intersection(route.paths):
+        return True
     return any(field.required for field in msgspec.structs.fields(route.body))
 
 

@@ -88,13 +88,22 @@ class Control:
         """Seconds until `settle` may have something to do; `None`: not before a message."""
         if self._updates.job is not None:
             return _POLL_S
-        if not self._waiting:
-            return None
-        return max(0.0, min(one.deadline for one in self._waiting) - time.monotonic())
+        now = time.monotonic()
+        times = [max(0.0, one.deadline - now) for one in self._waiting]
+        if (idle := self._updates.patience) is not None:
+            times.append(idle)
+        return min(times, default=None)
 
-    def gate(self) -> FinishReason | None:
-        """Return why a request that arrives now must go; `None`: the engine may have it."""
-        lacking = "" if self._engine.is_paused else self._updates.end_for_request()
+    def gate(self, *, is_probe: bool = False) -> FinishReason | None:
+        """Return why a request that arrives now must go; `None`: the engine may have it.
+
+        A probe only looks: it ends no update, and does not wait for one.
+        """
+        lacking = ""
+        if is_probe:
+            lacking = "an update of the weights is open" if self._updates.is_open else ""
+        elif not self._engine.is_paused:
+            lacking = self._updates.end_for_request()
         code = self._engine.rank.state
         if lacking and code == READY:
             return _unavailable(WeightsState.INCONSISTENT.value, lacking)
@@ -108,6 +117,7 @@ class Control:
         """Answer what has waited, as far as that is possible now."""
         if (job := self._updates.take_job()) is not None:
             self._try(job.ticket, job.finish)
+        self._updates.settle()
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             self._try(one.message.ticket, partial(self._retry, one))

@@ -190,6 +190,7 @@ class Engine:
             model_path=self.rank.weights.path,
             state=self.rank.state,
             is_paused=self.is_paused,
+            is_updating=self.rank.weights.is_open,
             num_paused=self.num_paused,
         )
 

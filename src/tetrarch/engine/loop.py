@@ -101,7 +101,7 @@ class EngineLoop:
                 self._control.answer(message)
 
     def _add(self, request: GenerateRequest) -> None:
-        finish = self._control.gate()
+        finish = self._control.gate(is_probe=request.is_probe)
         try:
             if finish is None:
                 self._engine.add(request)
@@ -139,5 +139,5 @@ class EngineLoop:
 
 def _gist(beat: Heartbeat) -> tuple[object, ...]:
     """Return what a door should know at once."""
-    load = (beat.num_running, beat.num_waiting, beat.is_paused)
+    load = (beat.num_running, beat.num_waiting, beat.is_paused, beat.is_updating)
     return (*load, beat.weight_version, beat.model_path, beat.state)

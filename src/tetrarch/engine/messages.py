@@ -128,6 +128,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         at: When (monotonic seconds). Two threads send, and an older one may arrive later.
         state: `ready`, or why generation gets a 503: `weights_inconsistent`, `weights_released`,
             `weights_not_loaded` or `kv_released`.
+        is_updating: An update by tensors is open, so nothing runs.
         num_paused: Requests that a pause keeps from running.
     """
 
@@ -142,6 +143,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     model_path: str = ""
     state: str = "ready"
     is_paused: bool = False
+    is_updating: bool = False
     num_paused: int = 0
 
 

@@ -3,14 +3,27 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 from tetrarch.core.errors import CheckpointError, RequestError, TetrarchError
 from tetrarch.core.log import get_logger
+from tetrarch.core.units import format_bytes
 from tetrarch.engine.messages import ControlReply
+from tetrarch.executor.updates import UpdateReport
 
-__all__ = ["Act", "accepted", "answered", "refused", "sentence"]
+__all__ = [
+    "Act",
+    "accepted",
+    "answered",
+    "failed_update",
+    "other_update",
+    "refused",
+    "sentence",
+    "update_facts",
+    "update_summary",
+]
 
 _log = get_logger(__name__)
 
@@ -44,7 +57,8 @@ def answered(ticket: int, act: Act, *, code: Callable[[], str]) -> ControlReply 
     except TetrarchError as error:
         return refused(ticket, error, code=code())
     except Exception as error:
-        _log.exception("a control message has met a defect")
+        # A log need not be UTF-8 either, but who collects it may insist.
+        _log.error("a control message has met a defect\n%s", _text(traceback.format_exc()))
         text = _text(f"{type(error).__name__}: {error}")
         return ControlReply(
             ticket=ticket, ok=False, message=text, status=500, code="internal_error"
@@ -54,6 +68,50 @@ def answered(ticket: int, act: Act, *, code: Callable[[], str]) -> ControlReply 
 def sentence(error: TetrarchError) -> str:
     """Return an error in one line."""
     return _text(f"{error.what}: {error.why}; {error.fix}")
+
+
+def failed_update() -> RequestError:
+    """Refuse what belongs to an update that is over."""
+    return RequestError(
+        "this update has failed",
+        why="one of its calls was refused, and it was taken back",
+        fix="POST /end_weight_update, and begin again",
+    )
+
+
+def other_update(what: str) -> RequestError:
+    """Refuse what must wait for `what`."""
+    return RequestError(
+        what,
+        why="weights are updated by one update at a time",
+        fix="wait for its reply, or end it: POST /end_weight_update",
+    )
+
+
+def update_summary(report: UpdateReport | None) -> str:
+    """Return what an update did, in words."""
+    if report is None:
+        return "no update was open"
+    size = format_bytes(report.num_bytes)
+    return f"updated {report.num_tensors} tensors, {size}, in {report.seconds:.2f} s"
+
+
+def update_facts(report: UpdateReport | None) -> dict[str, Any]:
+    """Return what an update did, as keys of a payload."""
+    if report is None:
+        return {}
+    unused = {} if report.load is None else report.load.unused
+    return {
+        "atomic": report.atomic,
+        "seconds": report.seconds,
+        "num_tensors": report.num_tensors,
+        "num_bytes": report.num_bytes,
+        "warnings": [
+            f"{len(names)} tensors were left out ({kind}), such as {names[0]}"
+            for kind, names in unused.items()
+            if names
+        ],
+    }
 
 
 def _text(message: str) -> str:

@@ -7,8 +7,9 @@ what becomes of the requests that live meanwhile, and what the weights are calle
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,18 +17,25 @@ from torch import Tensor
 
 from tetrarch.core.errors import RequestError, TetrarchError
 from tetrarch.core.log import get_logger
-from tetrarch.core.units import format_bytes
 from tetrarch.engine.actions import UpdateFromDisk, UpdateFromDistributed, UpdateFromTensors
 from tetrarch.engine.engine import Engine
 from tetrarch.engine.jobs import Job, Then
 from tetrarch.engine.messages import ControlReply
-from tetrarch.engine.replies import accepted, sentence
+from tetrarch.engine.replies import (
+    accepted,
+    failed_update,
+    other_update,
+    sentence,
+    update_facts,
+    update_summary,
+)
 from tetrarch.executor.updates import DiskUpdate, UpdateReport
 
-__all__ = ["Updates"]
+__all__ = ["ABANDON_S", "Updates"]
 
 _log = get_logger(__name__)
 _SHOWN = 10  # names in a payload
+ABANDON_S = 300.0  # without a call; then nobody waits for the rest of an implicit update
 
 
 @dataclass
@@ -38,11 +46,13 @@ class _Calls:
         is_explicit: Somebody began it, and only its end ends it.
         version: The last one named.
         flush: Whether one of them did not want old keys and values to live on.
+        last: When the last one was answered (monotonic seconds).
     """
 
     is_explicit: bool
     version: str | None = None
     flush: bool = False
+    last: float = field(default_factory=time.monotonic)
 
 
 class Updates:
@@ -69,6 +79,26 @@ class Updates:
         """Whether an update by tensors has begun and not ended."""
         return self._store.is_open
 
+    @property
+    def patience(self) -> float | None:
+        """Seconds until `settle` may have something to do; `None`: not before a message."""
+        if not self._is_implicit or self._calls is None:
+            return None
+        return max(0.0, self._calls.last + ABANDON_S - time.monotonic())
+
+    def settle(self) -> None:
+        """Give an implicit update up that its trainer has left, or end it if it is whole."""
+        if self._job is not None or self.patience != 0.0:
+            return
+        if lacking := self._store.unfinished():
+            what = "; ".join(lacking[:_SHOWN])
+            _log.error("gave up an update: %.0f s without a call, and it lacks %s", ABANDON_S, what)
+            self._calls = None
+            self._store.abandon()
+        else:
+            _log.warning("ended an update: %.0f s without a call, and it is whole", ABANDON_S)
+            self.end_for_request()
+
     def start(self, ticket: int, what: str, work: Callable[[], Then]) -> None:
         """Begin a job, the only one.
 
@@ -92,7 +122,7 @@ class Updates:
             RequestError: Another update is under way.
         """
         if self._is_explicit and self.is_open:
-            raise _other("an update by tensors is open")
+            raise other_update("an update by tensors is open")
         work = partial(self._plan, message)
         self.start(message.ticket, f"another update, from {message.path}, is under way", work)
 
@@ -105,7 +135,7 @@ class Updates:
         """
         self.require_no_job()
         if self.is_open:
-            raise _other("an update by tensors is open")
+            raise other_update("an update by tensors is open")
         is_atomic = self._store.begin(atomic=atomic)
         self._calls = _Calls(is_explicit=True)
         return is_atomic
@@ -118,7 +148,7 @@ class Updates:
         """
         self.require_no_job()
         if not self.is_open and self._is_explicit:
-            raise _failed()
+            raise failed_update()
         if not self.is_open:
             self._calls = None
 
@@ -132,11 +162,14 @@ class Updates:
         """
         if message.abort_all_requests:
             self._abort_all()
+        if message.flush_cache and not self.is_open and self._store.holds(tensors):
+            return self._repeated(message)
         if tensors:
             self._store.add(tensors)
         calls = self._calls = self._calls or _Calls(is_explicit=False)
         calls.version = message.weight_version or calls.version
         calls.flush |= message.flush_cache
+        calls.last = time.monotonic()
         if message.flush_cache and not calls.is_explicit:
             return self._finish(message.ticket)
         return accepted(
@@ -159,7 +192,7 @@ class Updates:
         if not self.is_open:
             is_explicit, self._calls = self._is_explicit, None
             raise (
-                _failed()
+                failed_update()
                 if is_explicit
                 else RequestError(
                     "no update by tensors is open",
@@ -174,8 +207,10 @@ class Updates:
 
         Raises:
             CheckpointError: It is not complete. It is over, and taken back where that was possible.
+            RequestError: Some of it is being received.
         """
-        if self.is_open and not self._is_explicit:
+        if self._is_implicit:
+            self.require_no_job()
             self._finish(0)
 
     def end_for_request(self) -> str:
@@ -185,7 +220,7 @@ class Updates:
             In words what is missing, if the request cannot be served for that; the update then
             goes on, for its trainer is not to be disturbed.
         """
-        if not self.is_open or self._is_explicit or self._job is not None:
+        if not self._is_implicit or self._job is not None:
             return ""
         if lacking := self._store.unfinished():
             return f"an update lacks {'; '.join(lacking[:_SHOWN])}"
@@ -198,11 +233,15 @@ class Updates:
     def require_no_job(self) -> None:
         """Raise `RequestError` while something goes on beside the steps."""
         if self._job is not None:
-            raise _other(self._job.what)
+            raise other_update(self._job.what)
 
     @property
     def _is_explicit(self) -> bool:
         return self._calls is not None and self._calls.is_explicit
+
+    @property
+    def _is_implicit(self) -> bool:
+        return self.is_open and not self._is_explicit
 
     @property
     def _num_held(self) -> int:
@@ -213,7 +252,19 @@ class Updates:
         calls, self._calls = self._calls or _Calls(is_explicit=False), None
         report = self._store.finish()
         facts = self._adopt(report, version=calls.version, flush=calls.flush)
-        return accepted(ticket, _summary(report), is_open=False, unfinished=[], **facts)
+        return accepted(ticket, update_summary(report), is_open=False, unfinished=[], **facts)
+
+    def _repeated(self, message: UpdateFromTensors | UpdateFromDistributed) -> ControlReply:
+        """Answer the last call of the last update once more; its first answer was lost."""
+        self._engine.weight_version = message.weight_version or self._engine.weight_version
+        return accepted(
+            message.ticket,
+            "the last update has brought these tensors already",
+            is_open=False,
+            unfinished=[],
+            num_paused_requests=self._num_held,
+            **self._names,
+        )
 
     def _plan(self, message: UpdateFromDisk) -> Then:
         return partial(self._commit, message, self._store.plan(message.path, atomic=message.atomic))
@@ -228,7 +279,7 @@ class Updates:
         report = self._store.commit(update)
         facts = self._adopt(report, version=message.weight_version, flush=message.flush_cache)
         self._engine.is_paused |= message.keep_pause
-        return accepted(message.ticket, _summary(report), **facts)
+        return accepted(message.ticket, update_summary(report), **facts)
 
     def _adopt(
         self, report: UpdateReport | None, *, version: str | None, flush: bool
@@ -238,54 +289,11 @@ class Updates:
         if report is not None and report.num_tensors > 0:
             self._num_done += 1
             self._engine.weight_version = version or str(self._num_done)
-            _log.info("%s; version %s", _summary(report), self._engine.weight_version)
+            _log.info("%s; version %s", update_summary(report), self._engine.weight_version)
         if flush:
             self._engine.renew()
-        return {"num_paused_requests": num_held, **_facts(report), **self._names}
+        return {"num_paused_requests": num_held, **update_facts(report), **self._names}
 
     @property
     def _names(self) -> dict[str, Any]:
-        return {
-            "weight_version": self._engine.weight_version,
-            "model_path": self._store.path,
-        }
-
-
-def _failed() -> RequestError:
-    return RequestError(
-        "this update has failed",
-        why="one of its calls was refused, and it was taken back",
-        fix="POST /end_weight_update, and begin again",
-    )
-
-
-def _other(what: str) -> RequestError:
-    return RequestError(
-        what,
-        why="weights are updated by one update at a time",
-        fix="wait for its reply, or end it: POST /end_weight_update",
-    )
-
-
-def _summary(report: UpdateReport | None) -> str:
-    if report is None:
-        return "no update was open"
-    size = format_bytes(report.num_bytes)
-    return f"updated {report.num_tensors} tensors, {size}, in {report.seconds:.2f} s"
-
-
-def _facts(report: UpdateReport | None) -> dict[str, Any]:
-    if report is None:
-        return {}
-    unused = {} if report.load is None else report.load.unused
-    return {
-        "atomic": report.atomic,
-        "seconds": report.seconds,
-        "num_tensors": report.num_tensors,
-        "num_bytes": report.num_bytes,
-        "warnings": [
-            f"{len(names)} tensors were left out ({kind}), such as {names[0]}"
-            for kind, names in unused.items()
-            if names
-        ],
-    }
+        return {"weight_version": self._engine.weight_version, "model_path": self._store.path}

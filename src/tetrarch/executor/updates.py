@@ -7,13 +7,22 @@ import time
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tetrarch.core.errors import CheckpointError, ConfigError
 from tetrarch.memory.journal import Journal
 from tetrarch.models.placement import Placements
 from tetrarch.models.report import LoadReport
 from tetrarch.models.sources import Source
 from tetrarch.models.update import LiveUpdate
 
-__all__ = ["DiskUpdate", "Session", "UpdateReport", "WeightsState"]
+__all__ = [
+    "DiskUpdate",
+    "Session",
+    "UpdateReport",
+    "WeightsState",
+    "failed",
+    "released",
+    "unreadable",
+]
 
 
 class WeightsState(StrEnum):
@@ -83,3 +92,31 @@ class Session:
             num_bytes=self.update.num_bytes,
             seconds=time.perf_counter() - self._began,
         )
+
+
+def failed(error: Exception, *, is_ready: bool) -> CheckpointError:
+    """Return the error of an update that is over; `is_ready`: with the old weights in place."""
+    if isinstance(error, CheckpointError):
+        what, why, fix = error.what, error.why, error.fix
+    else:  # a disk, a file that shrinks, memory that runs out: whatever reading may raise
+        what, why, fix = "writing the new weights failed", repr(error), "try again"
+    outcome = "the old weights are served" if is_ready else "a full update must follow"
+    return CheckpointError(what, why=f"{why}; {outcome}", fix=fix)
+
+
+def released() -> ConfigError:
+    """Refuse what needs the weights' memory."""
+    return ConfigError(
+        "the weights are released",
+        why="their memory is lent, and there is nothing to read or to write",
+        fix="POST /resume_memory_occupation with the tag weights first",
+    )
+
+
+def unreadable(path: str, error: Exception) -> CheckpointError:
+    """Refuse a folder whose files hold what nobody expected."""
+    return CheckpointError(
+        f"{path!r} cannot be read as a checkpoint",
+        why=f"{type(error).__name__}: {error}",
+        fix="check its files; nothing was written",
+    )

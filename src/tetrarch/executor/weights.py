@@ -19,7 +19,16 @@ from tetrarch.core.errors import CheckpointError, ConfigError, TetrarchError
 from tetrarch.core.log import get_logger
 from tetrarch.core.progress import NoProgress, Progress
 from tetrarch.core.units import format_bytes
-from tetrarch.executor.updates import DiskUpdate, Session, UpdateReport, WeightsState
+from tetrarch.executor.updates import (
+    DiskUpdate,
+    Session,
+    UpdateReport,
+    WeightsState,
+    failed,
+    released,
+    unreadable,
+)
+from tetrarch.memory.checksum import digest
 from tetrarch.memory.journal import Journal
 from tetrarch.models.build import Model
 from tetrarch.models.compare import check_same_model
@@ -55,6 +64,7 @@ class WeightStore:
         """
         self._model, self._plan, self._free_host = model, plan, free_host
         self._session: Session | None = None
+        self._done: Mapping[str, str] = {}  # digests of the last update's tensors, while they hold
         self._placer = Placer(model, plan.quant)
         self.state = self._before = WeightsState.NOT_LOADED
         self.path = plan.model.path
@@ -71,14 +81,9 @@ class WeightStore:
         Raises:
             CheckpointError: It does not fit the model, or holds what cannot be weights.
         """
-        source = SafetensorsSource(self.path)
-        report = load_weights(
-            self._model,
-            source,
-            plan=self._plan.quant,
-            progress=progress,
-            placements=self._placer.place(source),
-        )
+        source, quant = SafetensorsSource(self.path), self._plan.quant
+        placed = self._placer.place(source)
+        report = load_weights(self._model, source, plan=quant, progress=progress, placements=placed)
         self.state = WeightsState.READY
         return report
 
@@ -104,11 +109,7 @@ class WeightStore:
             raise
         except Exception as error:  # files may hold anything, and a path be none
             _log.warning("planning an update met what it did not expect", exc_info=error)
-            raise CheckpointError(
-                f"{path!r} cannot be read as a checkpoint",
-                why=f"{type(error).__name__}: {error}",
-                fix="check its files; nothing was written",
-            ) from error
+            raise unreadable(path, error) from error
         return DiskUpdate(
             path=path,
             source=source,
@@ -126,6 +127,7 @@ class WeightStore:
         """
         self._require_memory()
         self.abandon()
+        self._done = {}
         journal = Journal(keeps=update.atomic and self.state is WeightsState.READY)
         writer = WeightWriter(self._model, self._plan.quant, journal, digests=True)
         try:
@@ -134,7 +136,7 @@ class WeightStore:
             raise self._failed(journal, error) from error
         self.state, self.path = WeightsState.READY, update.path
         return UpdateReport(
-            atomic=update.atomic,
+            atomic=journal.keeps,
             num_tensors=load.num_tensors,
             num_bytes=load.num_bytes,
             seconds=load.seconds,
@@ -157,8 +159,17 @@ class WeightStore:
         """
         self._require_memory()
         self.abandon()
-        self._session = self._open(atomic=atomic)
+        self._session, self._done = self._open(atomic=atomic), {}
         return self._session.is_atomic
+
+    def holds(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether the last thing that happened to the weights is an update with these tensors.
+
+        A client whose last call was done, and its answer lost, sends the call again.
+        """
+        if not tensors or not tensors.keys() <= self._done.keys():
+            return False
+        return all(self._done[name] == digest(value) for name, value in tensors.items())
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Take tensors, and write what is whole; opens an update where none is open.
@@ -171,7 +182,7 @@ class WeightStore:
         self._require_memory()
         session = self._session or self._open(atomic=None)
         pieces = session.update.check(tensors)
-        self._session = session
+        self._session, self._done = session, {}
         try:
             session.update.take(pieces)
         except Exception as error:
@@ -198,7 +209,7 @@ class WeightStore:
             session.update.check_finished(full=self._needs_all)
         except Exception as error:
             raise self._failed(session.journal, error) from error
-        self.state = WeightsState.READY
+        self.state, self._done = WeightsState.READY, session.update.digests
         return session.report()
 
     def abandon(self) -> None:
@@ -226,7 +237,7 @@ class WeightStore:
         """Overwrite every weight with noise, as a test that an update brings all of them."""
         self._require_memory()
         self.abandon()
-        self.state = WeightsState.INCONSISTENT
+        self.state, self._done = WeightsState.INCONSISTENT, {}
         for table in (self._model.weights, *(e.weights for e in self._model.experts.values())):
             for slot in table.values():
                 slot.view(-1).view(torch.uint8).random_()
@@ -235,6 +246,7 @@ class WeightStore:
         """Their memory is lent from now on."""
         self.abandon()
         self._before, self.state = self.state, WeightsState.RELEASED
+        self._done = {}
 
     def note_resumed(self, *, restored: bool) -> None:
         """Their memory is back; `restored` with its contents."""
@@ -263,22 +275,12 @@ class WeightStore:
 
     def _require_memory(self) -> None:
         if self.state is WeightsState.RELEASED:
-            raise ConfigError(
-                "the weights are released",
-                why="their memory is lent, and there is nothing to read or to write",
-                fix="POST /resume_memory_occupation with the tag weights first",
-            )
+            raise released()
 
     def _failed(self, journal: Journal, error: Exception) -> CheckpointError:
         """Go back to the old weights; return the error to raise, which says where that led."""
         self._restore(journal)
-        if isinstance(error, CheckpointError):
-            what, why, fix = error.what, error.why, error.fix
-        else:  # a disk, a file that shrinks, memory that runs out: whatever reading may raise
-            what, why, fix = "writing the new weights failed", repr(error), "try again"
-        is_ready = self.state is WeightsState.READY
-        outcome = "the old weights are served" if is_ready else "a full update must follow"
-        return CheckpointError(what, why=f"{why}; {outcome}", fix=fix)
+        return failed(error, is_ready=self.state is WeightsState.READY)
 
     def _restore(self, journal: Journal) -> None:
         """Undo, or let the state say that what is resident is not what it was."""

@@ -55,6 +55,7 @@ class LiveUpdate:
     """One update, from its first tensor to its end.
 
     Attributes:
+        digests: Of every tensor taken, by name.
         num_tensors, num_bytes: Taken so far, repetitions left out.
     """
 
@@ -68,7 +69,7 @@ class LiveUpdate:
         """
         self._model, self._plan = model, plan
         self._writer = WeightWriter(model, plan, journal, digests=True)
-        self._digests: dict[str, str] = {}  # of every tensor taken, by name
+        self.digests: dict[str, str] = {}
         self._taken: set[str] = set()  # weights
         self._waiting: dict[str, Tensor] = {}
         self._lacking: dict[str, str] = {}
@@ -89,7 +90,7 @@ class LiveUpdate:
             CheckpointError: Something does not fit; the update goes on as if it had not come.
         """
         digests = {name: digest(tensor) for name, tensor in tensors.items()}
-        fresh = {n: t for n, t in tensors.items() if self._digests.get(n) != digests[n]}
+        fresh = {n: t for n, t in tensors.items() if self.digests.get(n) != digests[n]}
         pending = {**self._waiting, **fresh}
         weights = group(TensorSource(pending).headers)
         weights = {name: parts for name, parts in weights.items() if not self._is_late(name, parts)}
@@ -118,7 +119,7 @@ class LiveUpdate:
             self._writer.take(one.weight, one.to, parts)
             self._taken.add(one.weight.name)
         self._waiting, self._lacking = pieces.waiting, pieces.lacking
-        self._digests.update(pieces.digests)
+        self.digests.update(pieces.digests)
         self.num_tensors += len(pieces.fresh)
         self.num_bytes += sum(tensor.nbytes for tensor in pieces.fresh.values())
 

@@ -30,15 +30,15 @@ async def health(door: Door, _: Request) -> Response:
 
 
 async def ready(door: Door, http: Request) -> Response:
-    """Say whether a request would run now: 503 also while paused or without usable weights."""
+    """Say whether a request would run now: 503 also while paused, updating or without weights."""
     return _idle(door, http) or _status(is_healthy=door.client.is_alive)
 
 
 async def health_generate(door: Door, http: Request) -> Response:
     """Run one token through the engine: 200 when any output has been seen since, else 503.
 
-    Where none could run, because the engine is paused or lacks weights or memory for keys and
-    values, the answer is 503 at once, with the reason as the error's `type`.
+    Where none could run, because the engine is paused, takes an update by tensors, or lacks weights
+    or memory for keys and values, the answer is 503 at once, with the reason as the error's `type`.
     """
     if (refusal := _idle(door, http)) is not None:
         return refusal
@@ -70,9 +70,10 @@ async def _probe(door: Door, http: Request) -> None:
 def _idle(door: Door, http: Request) -> Response | None:
     """Return why an engine that lives runs nothing, if so."""
     load = door.client.load
-    if not door.client.is_alive or (load.state == "ready" and not load.is_paused):
+    code = "paused" if load.is_paused else "updating" if load.is_updating else "ready"
+    code = code if load.state == "ready" else load.state
+    if not door.client.is_alive or code == "ready":
         return None
-    code = "paused" if load.state == "ready" else load.state
     failure = Failure(
         status=503, message=f"nothing runs: {code}", kind=code, headers=busy_headers(503)
     )
