@@ -236,6 +236,7 @@ def test_a_silent_trainer_breaks_the_group_in_time(
     started = time.monotonic()
     with pytest.raises(RequestError, match=r"did not send it all in 0\.5 s"):
         receive(weights, ("uint8", [2]), timeout=0.5)
+    assert not weights.is_open
     with pytest.raises(RequestError, match="broadcast failed"):
         receive(weights, ("uint8", [2]))
     assert time.monotonic() - started < 5

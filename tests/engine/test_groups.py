@@ -13,7 +13,14 @@ from torch import Tensor
 
 from tetrarch.core.errors import RequestError
 from tetrarch.distributed.group import WeightGroup
-from tetrarch.engine.actions import DestroyGroup, InitGroup, UpdateFromDisk, UpdateFromDistributed
+from tetrarch.engine.actions import (
+    BeginUpdate,
+    DestroyGroup,
+    EndUpdate,
+    InitGroup,
+    UpdateFromDisk,
+    UpdateFromDistributed,
+)
 from tetrarch.engine.messages import ControlReply
 from tetrarch.engine.request import GenerateRequest, SamplingParams
 
@@ -56,6 +63,10 @@ class Trainer:
         if self.tensors is None:
             raise RequestError("the trainer died", why="it was killed", fix="start it again")
         return {name: self.tensors[name] for name in names}
+
+    @property
+    def is_open(self) -> bool:
+        return self.tensors is not None
 
     def close(self) -> None:
         self.num_closed += 1
@@ -122,6 +133,32 @@ def test_a_sender_that_dies_changes_nothing(
     desk.run()
     assert spans(desk, "a") == [("default", 0, 16)]
     assert rank.checksum() == checksums[0]
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_sender_that_dies_after_some_layers_takes_them_with_it(
+    desk: Any, rank: Any, trainer: Trainer, new_tensors: Tensors, checksums: Any, begins: bool
+) -> None:
+    """Whole layers are written by then; served with those that never came they would be a mix."""
+    layer = {name: tensor for name, tensor in new_tensors.items() if "layers.0." in name}
+    rest = {name: tensor for name, tensor in new_tensors.items() if name not in layer}
+    join(desk)
+    if begins:
+        assert desk.ask(BeginUpdate).ok
+    trainer.tensors = new_tensors
+    trainer.sends.set()
+    assert desk.ask(UpdateFromDistributed, flush_cache=False, **announced(layer)).ok
+    assert rank.checksum() not in checksums, "then this would show nothing"
+    trainer.tensors = None
+    reply = desk.ask(UpdateFromDistributed, flush_cache=False, **announced(rest))
+    assert (reply.ok, reply.status) == (False, 400)
+    assert "the trainer died" in reply.message
+    assert rank.checksum() == checksums[0]
+    ended = desk.ask(EndUpdate)
+    assert (ended.ok, ended.status) == (False, 400)
+    desk.send(request("a"))
+    desk.run()
+    assert spans(desk, "a") == [("default", 0, 16)]
 
 
 def test_a_meeting_that_cannot_be_is_refused_while_steps_go_on(desk: Any) -> None:

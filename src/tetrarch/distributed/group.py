@@ -137,6 +137,11 @@ class WeightGroup:
             ) from error
         return cut(expected, buffers)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it can receive: nobody closed it, and no broadcast has failed."""
+        return self._connection is not None
+
     def close(self) -> None:
         """Leave the group. Closing a closed one does nothing."""
         connection, self._connection = self._connection, None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import NoReturn
 
 import torch
 
@@ -87,14 +88,24 @@ class Groups:
         return accepted(message.ticket, f"joined weight group {message.group_name!r}")
 
     def _receive(self, group: WeightGroup, message: UpdateFromDistributed) -> Then:
-        tensors = group.receive(
-            message.names,
-            message.dtypes,
-            message.shapes,
-            load_format=message.load_format,
-            timeout=_RECEIVE_S,
-        )
+        try:
+            tensors = group.receive(
+                message.names,
+                message.dtypes,
+                message.shapes,
+                load_format=message.load_format,
+                timeout=_RECEIVE_S,
+            )
+        except RequestError as error:
+            if group.is_open:
+                raise
+            return partial(self._lost, error)
         return partial(self._updates.take, message, tensors)
+
+    def _lost(self, error: RequestError) -> NoReturn:
+        """Give the update up whose sender is gone; then refuse the call."""
+        self._updates.give_up()
+        raise error
 
     def _group(self, name: str) -> WeightGroup:
         if name not in self._groups:

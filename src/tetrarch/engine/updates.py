@@ -93,8 +93,7 @@ class Updates:
         if lacking := self._store.unfinished():
             what = "; ".join(lacking[:_SHOWN])
             _log.error("gave up an update: %.0f s without a call, and it lacks %s", ABANDON_S, what)
-            self._calls = None
-            self._store.abandon()
+            self.give_up()
         else:
             _log.warning("ended an update: %.0f s without a call, and it is whole", ABANDON_S)
             self.end_for_request()
@@ -181,6 +180,10 @@ class Updates:
             weight_version=self._engine.weight_version,
         )
 
+    def give_up(self) -> None:
+        """Take the open update back: whole layers are not served beside those that never came."""
+        self._store.abandon()
+
     def end(self, ticket: int) -> ControlReply:
         """End the update by tensors.
 
@@ -191,14 +194,12 @@ class Updates:
         self.require_no_job()
         if not self.is_open:
             is_explicit, self._calls = self._is_explicit, None
-            raise (
-                failed_update()
-                if is_explicit
-                else RequestError(
-                    "no update by tensors is open",
-                    why="none has begun, or it has ended already",
-                    fix="POST /begin_weight_update before the first tensors",
-                )
+            if is_explicit:
+                raise failed_update()
+            raise RequestError(
+                "no update by tensors is open",
+                why="none has begun, or it has ended already",
+                fix="POST /begin_weight_update before the first tensors",
             )
         return self._finish(ticket)
 
