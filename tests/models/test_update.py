@@ -70,6 +70,7 @@ def send(update: LiveUpdate, tensors: Mapping[str, Tensor]) -> None:
     [
         ("qwen3_moe", None, ONLINE),
         ("gpt_oss", None, {}),
+        ("gpt_oss", None, ONLINE),  # its matrices arrive transposed
         ("qwen3_moe", "fp8_block", ONLINE),
         ("qwen3_moe", "nvfp4_modelopt", STATIC),
     ],

@@ -86,3 +86,9 @@ def test_the_first_of_two_elements_is_in_the_low_nibble() -> None:
 def test_no_rows_pack_to_no_rows() -> None:
     assert pack(torch.empty(0, 32)).shape == (0, 16)
     assert unpack(torch.empty(0, 16, dtype=torch.uint8)).shape == (0, 32)
+
+
+def test_a_transposed_matrix_packs_like_its_copy() -> None:
+    values = round_to_e2m1(torch.randn(32, 16, generator=torch.Generator().manual_seed(3)))
+    assert torch.equal(pack(values.mT), pack(values.mT.contiguous()))
+    assert torch.equal(unpack(pack(values.mT)), values.mT)

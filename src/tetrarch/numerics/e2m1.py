@@ -56,7 +56,8 @@ def pack(values: Tensor) -> Tensor:
     """
     # Every E2M1 value is an E4M3 value too: two of those bytes together index a table of codes.
     # On a CPU this is three operations where shifting and masking takes ten.
-    pairs = values.to(torch.float8_e4m3fn).view(torch.uint16).int()
+    octets = values.to(torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+    pairs = octets.view(torch.uint16).int()
     codes = _codes_of_pairs(values.device).index_select(0, pairs.flatten())
     return codes.view(pairs.shape)
 
