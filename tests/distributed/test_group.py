@@ -171,6 +171,19 @@ def test_several_broadcasts_arrive_as_they_were_sent(
     assert shared.answer() == "done"
 
 
+@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
+def test_a_tensor_shorter_than_announced_is_an_error_and_no_garbage(
+    shared: Trainer, joined: Callable[[str], WeightGroup], load_format: str | None
+) -> None:
+    weights = joined("short")
+    shared.tell('send("short", numbers(torch.float32, 4))')
+    with pytest.raises(RequestError, match="shorter than announced"):
+        receive(weights, ("float32", [8]), load_format=load_format)
+    assert shared.answer() == "done"
+    with pytest.raises(RequestError, match="an earlier broadcast failed"):
+        receive(weights, ("float32", [4]))
+
+
 def test_a_bucket_arrives_in_one_broadcast(
     shared: Trainer, joined: Callable[[str], WeightGroup]
 ) -> None:

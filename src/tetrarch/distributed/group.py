@@ -10,6 +10,7 @@ any number live side by side, and a name is free again once its group is closed.
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ _OPENS_WITHIN = 20.0
 _RETRY = 0.05  # seconds
 _POLL = 5e-5  # seconds; NCCL's own blocking wait ends the process when it times out
 _GRACE = 1.0  # seconds between torch's own timeout and ours
+_SEAL = 8  # bytes
 _NEVER = timedelta(days=365)
 
 
@@ -171,6 +173,11 @@ class WeightGroup:
         options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = _left(deadline)
+        # gloo takes a message that is shorter than announced, and leaves the rest as it was.
+        seal = torch.frombuffer(bytearray(os.urandom(_SEAL)), dtype=torch.uint8)
+        tail = buffer[-_SEAL:]
+        if is_sealed := self.meeting.backend == "gloo" and len(tail) == _SEAL:
+            tail.copy_(seal)
         work = backend.broadcast([buffer], options)
         if self.meeting.backend == "nccl":
             while not work.is_completed():
@@ -178,6 +185,8 @@ class WeightGroup:
                     raise TimeoutError("nothing came")
                 time.sleep(_POLL)
         work.wait(_left(deadline))
+        if is_sealed and torch.equal(tail, seal):
+            raise RuntimeError("a tensor was shorter than announced")
 
 
 def _await_store(meeting: Meeting, deadline: float) -> None:
