@@ -14,18 +14,20 @@ from __future__ import annotations
 import argparse
 import base64
 import itertools
+import json
 import pickle
 import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
-import httpx
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -41,21 +43,28 @@ class Server:
     """The endpoints that a trainer calls."""
 
     def __init__(self, url: str, admin_key: str | None) -> None:
-        headers = {"Accept": "application/json"}
+        self._url = url.rstrip("/")
+        self._headers = {"Accept": "application/json", "Content-Type": "application/json"}
         if admin_key:
-            headers["Authorization"] = f"Bearer {admin_key}"
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=600)
+            self._headers["Authorization"] = f"Bearer {admin_key}"
 
     def call(self, path: str, **body: Any) -> Any:
-        """POST, and return the reply; an error carries the server's words."""
-        response = self._http.post(path, json=body)
-        if response.is_error:
-            raise SystemExit(f"{path}: {response.status_code} {response.text}")
-        return response.json()
+        """POST, and return the reply; an error ends the program with the server's words."""
+        return self._ask(path, json.dumps(body).encode())
 
     def get(self, path: str) -> Any:
         """GET, and return the reply."""
-        return self._http.get(path).raise_for_status().json()
+        return self._ask(path, None)
+
+    def _ask(self, path: str, body: bytes | None) -> Any:
+        request = Request(self._url + path, data=body, headers=self._headers)
+        try:
+            with urlopen(request, timeout=600) as reply:
+                return json.load(reply)
+        except HTTPError as error:
+            raise SystemExit(f"{path}: {error.code} {error.read().decode()}") from None
+        except URLError as error:
+            raise SystemExit(f"no server at {self._url} ({error.reason}): make serve") from None
 
     def generate(self) -> tuple[str, str]:
         """Return a greedy answer, and the version of the weights that gave it."""
@@ -142,6 +151,8 @@ def push_broadcast(server: Server, weights: Weights, version: str) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     place = {"master_address": "127.0.0.1", "master_port": port, "world_size": 2}
+    with suppress(SystemExit):  # a loop that was interrupted may have left its group
+        server.call("/destroy_weights_update_group")
     with in_background(
         server, "/init_weights_update_group", rank_offset=1, backend="gloo", **place
     ):
@@ -190,6 +201,8 @@ def main() -> None:
     server = Server(args.url, args.admin_key)
     served = Path(server.get("/model_info")["model_path"])
     first = read_weights(served)
+    if not first:
+        raise SystemExit(f"{served} holds no weights on this machine")
     before, text = server.checksum(), server.generate()[0]
     print(f"serving {served}, checksum {before}\n  What is 27 + 35? -> {text!r}")
 
@@ -212,7 +225,7 @@ def main() -> None:
     if len(sums) > 1 or before in sums:
         raise SystemExit(f"the same weights have different checksums: {sums}, first {before}")
 
-    push_tensors(server, first, "default")
+    server.call("/update_weights_from_disk", model_path=str(served), weight_version="default")
     if (after := server.checksum()) != before or server.generate()[0] != text:
         raise SystemExit(f"the first weights did not come back: {after}, was {before}")
     print(f"the first weights are back, checksum {after}")
