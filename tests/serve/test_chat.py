@@ -115,6 +115,11 @@ def test_nothing_is_sent_before_the_first_token(fresh_server: Any) -> None:
         ({"messages": []}, "messages"),
         ({"messages": "hello"}, "messages"),
         ({"messages": ["hello"]}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0]"),
+        ({"messages": [*QUESTION, {"role": "robot", "content": "x"}]}, "messages[1]"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 2, "logprobs": False}, "top_logprobs"),
         ({"messages": [{"role": "user", "content": "a " * 500}]}, "messages"),
         ({"messages": QUESTION, "chat_template_kwargs": {"tokenize": True}}, "chat_template_"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
@@ -138,6 +143,7 @@ def test_a_bad_request_is_400_and_names_the_key(
 
 def test_what_asks_for_nothing_is_accepted(server: Any) -> None:
     neutral = {"tools": None, "response_format": {"type": "text"}, "logprobs": False, "n": 1}
+    neutral["top_logprobs"] = 0
     assert _chat(server, **neutral)["choices"][0]["message"]["content"] == ANSWER
 
 
