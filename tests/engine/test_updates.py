@@ -334,7 +334,7 @@ def test_an_update_that_nobody_began_ends_with_what_relies_on_it(
     assert any("up of expert 0" in words for words in reply.payload["unfinished"])
     reply = ENDS[end](desk)
     assert (reply.ok, reply.status, reply.code) == (False, 400, "invalid_weights")
-    assert "half-paired" in reply.message
+    assert "half-complete" in reply.message
     assert "the old weights are served" in reply.message
     assert rank.checksum() == checksums[0]
     for half in (first, second):

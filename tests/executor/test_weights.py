@@ -313,7 +313,7 @@ def test_without_an_undo_copy_a_failure_is_admitted_and_a_full_update_rescues(
     assert store.state is WeightsState.INCONSISTENT
     store.begin()
     store.add({"model.norm.weight": read(paths[0])["model.norm.weight"]})
-    with pytest.raises(CheckpointError, match="missing"):
+    with pytest.raises(CheckpointError, match="not sent"):
         store.finish()
     assert store.state is WeightsState.INCONSISTENT
     reload(store, paths[0])
@@ -397,7 +397,7 @@ def test_a_half_complete_layer_at_the_end_restores_the_old_weights(
     before = store.checksums()
     store.begin()
     store.add(calls(read(paths[1]), last=lambda name: word in name)[0])
-    with pytest.raises(CheckpointError, match=r"half-paired(.|\n)*the old weights are served"):
+    with pytest.raises(CheckpointError, match=r"half-complete(.|\n)*the old weights are served"):
         store.finish()
     assert (store.state, store.is_open, store.checksums()) == ("ready", False, before)
     assert store.finish() is None
@@ -512,7 +512,7 @@ def test_resumed_weights_that_nobody_kept_need_a_full_update(
     assert executor.state == store.state == WeightsState.NOT_LOADED
     store.add({"model.norm.weight": torch.ones(64)})
     assert "lm_head.weight" in store.unfinished()
-    with pytest.raises(CheckpointError, match="missing"):
+    with pytest.raises(CheckpointError, match="not sent"):
         store.finish()
     assert store.state is WeightsState.NOT_LOADED
     store.add(read(paths[1]))

@@ -118,7 +118,7 @@ def test_a_gate_and_its_up_in_different_calls_wait_for_each_other(target: Any) -
     send(update, gates)
     assert checksums(model) == before
     assert "model.layers.0.mlp.experts: up of expert 0" in update.unfinished()
-    with pytest.raises(CheckpointError, match="half-paired"):
+    with pytest.raises(CheckpointError, match="half-complete"):
         update.check_finished(full=False)
     send(update, {name: tensor for name, tensor in layer.items() if name not in gates})
     assert update.unfinished() == []
@@ -199,7 +199,7 @@ def test_a_full_update_names_what_has_not_come(target: Any) -> None:
         update, {n: t for n, t in tensors.items() if "1.mlp" not in n and n != "model.norm.weight"}
     )
     update.check_finished(full=False)
-    with pytest.raises(CheckpointError, match="missing") as refused:
+    with pytest.raises(CheckpointError, match="not sent") as refused:
         update.check_finished(full=True)
     assert "model.norm.weight" in refused.value.why
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -50,6 +50,9 @@ __all__ = ["Control"]
 _POLL_S = 0.005  # how often an engine without work looks whether a job beside the steps is done
 
 Say = Callable[[Sequence[Delta | ControlReply]], None]
+
+
+_WAIT: Mapping[type[Flush | Release], str] = {Flush: "?timeout=60", Release: '"wait_s": 60'}
 
 
 @dataclass(frozen=True)
@@ -241,7 +244,7 @@ class Control:
         return ControlReply(
             ticket=message.ticket,
             ok=False,
-            message="requests are running or waiting",
+            message=f"requests are running or waiting; {_WAIT[type(message)]} waits for them",
             status=400,
             code="busy",
         )

@@ -84,7 +84,7 @@ def other_update(what: str) -> RequestError:
     return RequestError(
         what,
         why="weights are updated by one update at a time",
-        fix="wait for its reply, or end it: POST /end_weight_update",
+        fix="wait for its reply; POST /end_weight_update ends one that was begun",
     )
 
 

@@ -19,6 +19,8 @@ class Fault(StrEnum):
     UNEXPECTED = "unexpected"
     MISMATCHED = "mismatched"
     HALF_PAIRED = "half-paired"
+    HALF_COMPLETE = "half-complete"
+    NOT_SENT = "not sent"
     REFUSED = "refused"
     TWICE = "given twice"
 
@@ -28,6 +30,8 @@ _FIX = {
     Fault.UNEXPECTED: "use the config.json that belongs to these weights",
     Fault.MISMATCHED: "use the config.json that belongs to these weights",
     Fault.HALF_PAIRED: "export the checkpoint again, with every weight and all of its scales",
+    Fault.HALF_COMPLETE: "send the tensors that are missing, and end the update after them",
+    Fault.NOT_SENT: "send every tensor of the model: what it holds now is good for nothing",
     Fault.REFUSED: "convert the experts to BF16, FP8 (E4M3, per tensor or 128x128) or NVFP4",
     Fault.TWICE: "keep one of the two",
 }

@@ -143,9 +143,9 @@ class LiveUpdate:
         """
         faults = Faults()
         for words in self.unfinished():
-            faults.add(Fault.HALF_PAIRED, words)
+            faults.add(Fault.HALF_COMPLETE, words)
         for name in self.missing(full=full):
-            faults.add(Fault.MISSING, name)
+            faults.add(Fault.NOT_SENT, name)
         faults.raise_any(_SENDER)
         verify(self._model, self._writer.digests)
 
