@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tetrarch.config.headers import read_header, scan_weights
+from tetrarch.config.headers import read_header, read_headers, scan_weights
 from tetrarch.core.errors import CheckpointError
 
 E4M3 = torch.float8_e4m3fn
@@ -39,7 +39,7 @@ def test_dense_matrices_that_are_quantized_are_counted(tmp_path: Path) -> None:
         "layers.0.norm.weight": torch.zeros(32, dtype=torch.bfloat16),
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    scan = scan_weights(tmp_path)
+    scan = scan_weights(read_headers(tmp_path))
     assert scan.dense_elements == 8 * 32 + 4 * 32 + 2 * 32
     assert scan.dense_bytes == 8 * 16 + 4 * 32 + 2 * 32
     assert scan.dtype == "U8"
@@ -53,13 +53,13 @@ def test_shards_are_counted_together_and_strangers_are_not(tmp_path: Path) -> No
         index[f"w.{name}"] = f"{name}.safetensors"
     del index["w.consolidated"]
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    assert scan_weights(tmp_path).num_bytes == 2 * 8 * 4
+    assert scan_weights(read_headers(tmp_path)).num_bytes == 2 * 8 * 4
     save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
-    assert scan_weights(tmp_path).num_bytes == 2 * 4
+    assert scan_weights(read_headers(tmp_path)).num_bytes == 2 * 4
 
 
 def test_a_folder_without_weights_counts_nothing(tmp_path: Path) -> None:
-    scan = scan_weights(tmp_path)
+    scan = scan_weights(read_headers(tmp_path))
     assert (scan.num_bytes, scan.dtype, scan.dense_elements) == (0, "", 0)
 
 
@@ -115,7 +115,7 @@ def test_a_file_that_is_not_safetensors_is_named(
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged") as caught:
-        scan_weights(tmp_path)
+        scan_weights(read_headers(tmp_path))
     assert words in caught.value.why
     with pytest.raises(Exception):  # noqa: B017, PT011 -- the library's own, of several kinds
         safe_open(path, "pt")

@@ -12,7 +12,7 @@ from typing import Any, cast
 from tetrarch.config.files import field_error, is_file, is_folder, object_in, read_object
 from tetrarch.config.formats import Declared, recognise
 from tetrarch.config.generation import read_chat_defaults
-from tetrarch.config.headers import WeightScan, scan_weights
+from tetrarch.config.headers import TensorHeader, WeightScan, read_headers, scan_weights
 from tetrarch.config.sizes import check_sizes
 from tetrarch.core.errors import CheckpointError
 from tetrarch.numerics.contract import SourceFormat
@@ -73,8 +73,12 @@ def demo_model_path() -> str:
     return str(resources.files("tetrarch") / "demo_model")
 
 
-def read_checkpoint(path: str) -> Checkpoint:
+def read_checkpoint(path: str, headers: Mapping[str, TensorHeader] | None = None) -> Checkpoint:
     """Describe the checkpoint in a local folder.
+
+    Args:
+        path: The folder.
+        headers: Its tensors, where they have been read: of a large model that takes a second.
 
     Raises:
         CheckpointError: The folder or its `config.json` is missing, a file is damaged, a size,
@@ -98,7 +102,7 @@ def read_checkpoint(path: str) -> Checkpoint:
     check_sizes(config, folder / "config.json")
     read_chat_defaults(folder)  # only serving samples by them, but no command shall find it right
     declared = recognise(config, read_object(folder / "hf_quant_config.json"))
-    weights = scan_weights(folder)
+    weights = scan_weights(read_headers(folder) if headers is None else headers)
     return _checkpoint(folder, config, declared or _undeclared(config, weights), weights)
 
 

@@ -89,15 +89,11 @@ class WeightScan:
     dense_bytes: int = 0
 
 
-def scan_weights(folder: Path) -> WeightScan:
-    """Count the tensors of a checkpoint folder; all zeros where it holds no weights.
-
-    Raises:
-        CheckpointError: As `read_headers`.
-    """
+def scan_weights(headers: Mapping[str, TensorHeader]) -> WeightScan:
+    """Count the tensors of a checkpoint; all zeros where there are none."""
     by_dtype: Counter[str] = Counter()
     dense_elements = dense_bytes = 0
-    for tensor in read_headers(folder).values():
+    for tensor in headers.values():
         by_dtype[tensor.dtype] += tensor.num_bytes
         if tensor.is_quantized_matrix and ".experts." not in tensor.name:
             dense_elements += tensor.num_elements
@@ -231,7 +227,7 @@ def _tensor(name: str, entry: Any, path: Path, start: int) -> tuple[TensorHeader
             shape = tuple(cast("list[Any]", sizes))
         case _:
             raise ValueError(f"its header does not say what {name} is")
-    if not all(type(size) is int and size >= 0 for size in shape):
+    if not set(map(type, shape)) <= {int} or min(shape, default=0) < 0:
         raise ValueError(f"its header gives {name} the shape {shape}")
     if dtype not in _BYTES:
         raise CheckpointError(

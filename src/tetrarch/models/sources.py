@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tetrarch.config.headers import TensorHeader as FileHeader
 from tetrarch.config.headers import no_weights, read_headers
 from tetrarch.models.shard import Shard
 
@@ -88,16 +89,21 @@ class SafetensorsSource:
 
     Tensors are read when they are asked for (`models/shard.py`).
 
+    Args:
+        folder: Where they are.
+        headers: What `read_headers` says of it, where that is known.
+
     Raises:
         CheckpointError: No weights, a missing or damaged shard, or an index that does not
             describe its shards.
     """
 
-    def __init__(self, folder: Path | str) -> None:
+    def __init__(self, folder: Path | str, headers: Mapping[str, FileHeader] | None = None) -> None:
         self._folder = Path(folder)
+        stored = read_headers(self._folder) if headers is None else headers
         self._headers: dict[str, TensorHeader] = {}
         self._offsets: dict[str, int] = {}
-        for header in read_headers(self._folder).values():
+        for header in stored.values():
             dtype = _DTYPES[header.dtype]
             self._headers[header.name] = TensorHeader(header.shape, dtype, header.file)
             self._offsets[header.name] = header.offset
