@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading needs the finished model, one packed layer and one expert's raw matrices."""
+"""Loading needs the finished model, one packed layer and one expert's raw matrices.
+
+And so does loading again: new weights are staged layer by layer beside the old ones.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -19,6 +25,7 @@ from tetrarch.numerics.contract import Quantization
 
 NUM_LAYERS, NUM_EXPERTS, HIDDEN, INTERMEDIATE = 4, 32, 512, 256
 RAW_EXPERT = 3 * HIDDEN * INTERMEDIATE * 2  # BF16
+DIGESTING = 3 * (1 << 16) * 8  # keys, products and words of the piece that is summed
 SLACK = 2 * MIB  # chunks of the encoder's FP32 temporaries, and Python's own objects
 
 # After every torch operation: memory of this process that is not a mapped file, in a process of
@@ -28,9 +35,12 @@ import json, os, pickle, sys
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tetrarch.core.progress import NoProgress
+from tetrarch.memory.journal import Journal
 from tetrarch.models.build import build_model
-from tetrarch.models.load import load_weights
+from tetrarch.models.load import fill, load_weights
+from tetrarch.models.placement import place
 from tetrarch.models.sources import SafetensorsSource
+from tetrarch.models.writer import WeightWriter
 
 statm = os.open("/proc/self/statm", os.O_RDONLY)
 
@@ -48,15 +58,27 @@ class Watch(TorchDispatchMode):
 def load(model, source, plan):
     load_weights(model, source, plan=plan.quant, progress=NoProgress())
 
-(small, plan), hoard = pickle.load(sys.stdin.buffer), sys.argv[1] == "hoard"
+def reload(model, source, plan, keeps):
+    writer = WeightWriter(model, plan.quant, Journal(keeps=keeps), digests=True)
+    fill(writer, source, place(model, source, plan.quant), progress=NoProgress())
+
+(small, plan), how = pickle.load(sys.stdin.buffer), sys.argv[1]
 torch.set_num_threads(1)
-load(build_model(small), SafetensorsSource(small.model.path), small)  # code, caches, lazy imports
+source = SafetensorsSource(small.model.path)
+warm = build_model(small)
+load(warm, source, small)  # code, caches, lazy imports
+reload(warm, source, small, True)
 source = SafetensorsSource(plan.model.path)
 before = anonymous()
 model = build_model(plan)  # memory that nobody has written to is not counted
+if "again" in how:
+    load(model, source, plan)
+    before = anonymous()
 with Watch() as watch:
-    if hoard:
+    if how == "hoard":
         raw = {name: tensor.clone() for name, tensor in source.read(source.headers)}
+    elif "again" in how:
+        reload(model, source, plan, "undo" in how)
     else:
         load(model, source, plan)
 experts = [layer.weights for layer in model.experts.values()]
@@ -88,24 +110,45 @@ def write_checkpoint(small: Path, folder: Path) -> Path:
     return folder
 
 
-def test_loading_needs_the_model_one_layer_and_one_expert(lab: Any, tmp_path: Path) -> None:
-    """Negative control: what a loader that reads first and quantizes later holds is above that."""
+@pytest.fixture(scope="module")
+def measure(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, int]]:
+    """Return `measure(how)`: bytes at the peak, of the model, of one layer."""
     sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": INTERMEDIATE}
     small = lab.tiny("qwen3_moe", num_hidden_layers=1, num_experts=2, **sizes)
-    large = write_checkpoint(small, tmp_path)
+    large = write_checkpoint(small, tmp_path_factory.mktemp("large"))
     contract = {"quantization": Quantization.NVFP4_ONLINE, "decoded_cache": False}
     plans = pickle.dumps([lab.plan(path, **contract) for path in (small, large)])
-    found: dict[str, dict[str, int]] = {}
-    for loader in ("ours", "hoard"):
+
+    @functools.cache
+    def run(how: str) -> dict[str, int]:
         child = subprocess.run(
-            [sys.executable, "-c", CHILD, loader],
+            [sys.executable, "-c", CHILD, how],
             input=plans,
             stdout=subprocess.PIPE,
             check=True,
             # A large block goes back to the system as soon as it is freed.
             env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},
         )
-        found[loader] = json.loads(child.stdout)
-    ours = found["ours"]
+        return json.loads(child.stdout)
+
+    return run
+
+
+def test_loading_needs_the_model_one_layer_and_one_expert(
+    measure: Callable[[str], dict[str, int]],
+) -> None:
+    """Negative control: what a loader that reads first and quantizes later holds is above that."""
+    ours = measure("load")
     limit = ours["final"] + ours["layer"] + RAW_EXPERT + SLACK
-    assert ours["peak"] <= limit < found["hoard"]["peak"]
+    assert ours["peak"] <= limit < measure("hoard")["peak"]
+
+
+def test_an_update_stages_one_layer_beside_the_old_weights(
+    measure: Callable[[str], dict[str, int]],
+) -> None:
+    """An undo copy adds the bytes of the slots. Negative control: what reading first holds."""
+    ours = measure("again")
+    limit = ours["layer"] + RAW_EXPERT + DIGESTING + SLACK
+    assert ours["peak"] <= limit < measure("hoard")["peak"]
+    undo = measure("again, with undo")["peak"]
+    assert 0.95 * ours["final"] < undo <= ours["final"] + limit
