@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -72,10 +73,12 @@ def test_new_names_take_six_seconds_at_most_and_known_ones_less_than_one(tmp_pat
     write_headers(tmp_path, shapes)
     store = WeightStore(model, plan, free_host=lambda: 0)
     seconds: list[float] = []
+    gc.freeze()  # what thousands of tests have left is no part of an engine
     for _ in range(4):
         began = time.process_time()
         update = store.plan(str(tmp_path), atomic=None)
         seconds.append(time.process_time() - began)
         assert len(update.placements.reading_order()) == len(shapes) > 50_000
+    gc.unfreeze()
     assert seconds[0] < 6
     assert min(seconds[1:]) < 1  # the least: others use this machine, too
