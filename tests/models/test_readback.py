@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from tetrarch.core.errors import CheckpointError, RequestError
+from tetrarch.memory.checksum import digest
+from tetrarch.models import readback
 from tetrarch.models.readback import checksums, read_back, verify
 from tetrarch.numerics import nvfp4
 from tetrarch.numerics.contract import Activations, Quantization, SourceFormat
@@ -87,3 +89,18 @@ def test_verifying_names_what_differs(lab: Any) -> None:
     with pytest.raises(CheckpointError, match="1 tensors") as refused:
         verify(model, written)
     assert refused.value.why == "model.layers.1.mlp.experts.down"
+
+
+def test_verifying_reads_what_was_written_and_nothing_else(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that pushes one norm must not wait for the digests of a whole model."""
+    model, _ = lab.load(lab.tiny("qwen3_moe"), **ONLINE)
+    layer, norm = "model.layers.1.mlp.experts", "model.norm.weight"
+    whole = checksums(model)
+    written = {n: told for n, told in whole.items() if n == norm or n.startswith(f"{layer}.")}
+    assert checksums(model, only=written) == written
+    read: list[int] = []
+    monkeypatch.setattr(readback, "digest", lambda tensor: read.append(1) or digest(tensor))
+    verify(model, written)
+    assert len(read) == len(written) < len(whole)

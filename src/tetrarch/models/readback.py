@@ -7,7 +7,7 @@ are loaded is everybody's, so that two servers, or a server and a file, can be c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 
 import torch
@@ -27,16 +27,27 @@ __all__ = ["checksums", "digests_of", "read_back", "verify"]
 _SHOWN = 10  # names in a message
 
 
-def checksums(model: Model) -> dict[str, str]:
+def checksums(model: Model, only: Collection[str] | None = None) -> dict[str, str]:
     """Return the digest of every loaded tensor.
+
+    Args:
+        model: Loaded.
+        only: Names, as they are returned: what they do not touch is not read. An expert layer is
+            read whole. `None`: everything.
 
     Returns:
         Dense weights under their Hugging Face names; the experts of a layer as
         `{path of the layer}.{field of CanonicalExperts or PlainExperts}`.
     """
-    found = {name: digest(tensor) for name, tensor in model.weights.items()}
+    layers = None if only is None else {name.rpartition(".")[0] for name in only}
+    found = {
+        name: digest(tensor)
+        for name, tensor in model.weights.items()
+        if only is None or name in only
+    }
     for path, layer in model.experts.items():
-        found |= digests_of(path, layer.canonical())
+        if layers is None or path in layers:
+            found |= digests_of(path, layer.canonical())
     return found
 
 
@@ -57,7 +68,7 @@ def verify(model: Model, written: Mapping[str, str]) -> None:
     Raises:
         CheckpointError: It names the tensors that differ.
     """
-    resident = checksums(model)
+    resident = checksums(model, only=written.keys())
     wrong = [name for name, told in written.items() if resident[name] != told]
     if wrong:
         raise CheckpointError(
