@@ -463,6 +463,18 @@ def make_bench() -> Callable[..., Bench]:
     return Bench
 
 
+@pytest.fixture
+def bench(make_bench: Callable[..., Bench]) -> Bench:
+    """Over a fake executor."""
+    return make_bench()
+
+
+@pytest.fixture
+def desk(bench: Bench, make_desk: Callable[[Engine], Desk]) -> Desk:
+    """Over a fake executor; files that need a real model's bits have a `desk` of their own."""
+    return make_desk(bench.engine)
+
+
 @pytest.fixture(scope="session")
 def demo_tokenizer(demo_path: Path) -> Tokenizer:
     return load_tokenizer(str(demo_path))

@@ -36,16 +36,6 @@ def request(rid: str, tokens: int = 12, **fields: Any) -> GenerateRequest:
     return GenerateRequest(rid=rid, prompt_ids=PROMPT, sampling=sampling, **fields)
 
 
-@pytest.fixture
-def bench(make_bench: Make) -> Any:
-    return make_bench()
-
-
-@pytest.fixture
-def desk(bench: Any, make_desk: Make) -> Any:
-    return make_desk(bench.engine)
-
-
 def expected(bench: Any, rid: str = "a", tokens: int = 12) -> tuple[int, ...]:
     return bench.expected(request(rid, tokens))
 

@@ -37,32 +37,28 @@ def read(command: str, words: Sequence[str]) -> Reading:
     return replace(reading, errors=(*reading.errors, *check(reading)))
 
 
-def _serve() -> LaunchParser:
-    parser = LaunchParser(
-        prog="tetrarch serve",
-        description="Answer over HTTP until stopped. Without MODEL: the demo model.",
-    )
-    add_launch_arguments(parser)
+def _of_settings(command: str, description: str, *, hidden: Sequence[str] = ()) -> LaunchParser:
+    """Return the parser of a command that takes nothing but settings."""
+    parser = LaunchParser(prog=f"tetrarch {command}", description=description)
+    add_launch_arguments(parser, hidden=hidden)
     return parser
+
+
+def _serve() -> LaunchParser:
+    return _of_settings("serve", "Answer over HTTP until stopped. Without MODEL: the demo model.")
 
 
 def _explain() -> LaunchParser:
-    parser = LaunchParser(
-        prog="tetrarch explain",
-        description="Print what would be served, and why, without loading weights.",
-    )
-    add_launch_arguments(parser)
-    return parser
+    return _of_settings("explain", "Print what would be served, and why, without loading weights.")
 
 
 def _checksum() -> LaunchParser:
-    parser = LaunchParser(
-        prog="tetrarch checksum",
-        description="Load a checkpoint as a server of these settings would, and print the digests "
-        "that its /weights_checker reports.",
+    return _of_settings(
+        "checksum",
+        "Load a checkpoint as a server of these settings would, and print the digests that its "
+        "/weights_checker reports.",
+        hidden=_NO_SERVER,
     )
-    add_launch_arguments(parser, hidden=_NO_SERVER)
-    return parser
 
 
 def _generate() -> LaunchParser:
