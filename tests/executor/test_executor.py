@@ -19,6 +19,7 @@ from tetrarch.executor.executor import Executor
 from tetrarch.executor.step import Phase, SampleSpec, SeqChunk, Step
 from tetrarch.executor.weights import WeightStore
 from tetrarch.memory.slots import Region, SlotTable
+from tetrarch.models.build import Forward
 
 MakePlan = Callable[..., Plan]
 Serve = Callable[..., list[list[int]]]
@@ -56,7 +57,7 @@ class HistoryModel:
         attn: AttentionInputs,
         pool: KVPool,
         logits_at: Tensor,
-    ) -> Tensor:
+    ) -> Forward:
         self.forwards.append(len(token_ids))
         slots = pool.key(0).view(-1)
         slots[attn.write_at] = token_ids.float()
@@ -67,7 +68,7 @@ class HistoryModel:
             kept = int(positions[row]) + 1
             at = [int(attn.page_table[seq, p // PAGE]) * PAGE + p % PAGE for p in range(kept)]
             logits[i, next_token([int(t) for t in slots[at].tolist()])] = 1.0
-        return logits * torch.nan if self.broken else logits
+        return Forward(logits * torch.nan if self.broken else logits)
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ class Lab:
             q_lens=(count,),
             kv_lens_host=(count,),
         )
-        return model.forward(torch.tensor(TOKENS), rows, inputs, pool, rows).float()
+        return model.forward(torch.tensor(TOKENS), rows, inputs, pool, rows).logits.float()
 
     def reference(self, path: Path, values: dict[str, Tensor] | None = None) -> Tensor:
         """Hugging Face's FP32 logits of the same prompt, of the folder's or of other values."""

@@ -47,7 +47,7 @@ def one_prompt(length: int, page_size: int) -> AttentionInputs:
 def logits(model: Model, ids: Tensor, rows: Tensor) -> Tensor:
     pool = KVPool(model.sites, 8, page_size=4, dtype=model.dtype, device=model.device)
     positions = torch.arange(len(ids))
-    return model.forward(ids, positions, one_prompt(len(ids), 4), pool, rows)
+    return model.forward(ids, positions, one_prompt(len(ids), 4), pool, rows).logits
 
 
 def test_parameters_are_their_slots(tiny_checkpoint: TinyCheckpoint, make_plan: MakePlan) -> None:

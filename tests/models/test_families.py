@@ -129,7 +129,7 @@ class Server:
         )
         return self.model.forward(
             torch.tensor(ids), torch.tensor(positions), inputs, self.pool, ends - 1
-        )
+        ).logits
 
 
 @functools.cache

@@ -106,12 +106,25 @@ class ParallelPlan:
 
 @dataclass(frozen=True, slots=True)
 class SpecPlan:
-    """Speculative decoding."""
+    """Speculative decoding.
+
+    Attributes:
+        algorithm: `mtp`.
+        num_steps: Tokens drafted before each verification.
+        num_draft_tokens: Tokens verified a step, the bonus token's position included.
+        max_draft_tokens: The most over all modes, where the number adapts.
+        adaptive: Fewer are drafted where few are accepted.
+        draft_path: Folder of the draft's weights; `None`: the model's own.
+        quantizes: The draft's experts run under the contract, else in the source's precision.
+    """
 
     algorithm: str
     num_steps: int
-    num_draft_tokens: int  # tokens verified a step, the bonus token's position included
-    max_draft_tokens: int = 0  # the most over all modes, where the number adapts
+    num_draft_tokens: int
+    max_draft_tokens: int = 0
+    adaptive: bool = False
+    draft_path: str | None = None
+    quantizes: bool = True
 
 
 @dataclass(frozen=True, slots=True)

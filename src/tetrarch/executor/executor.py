@@ -102,10 +102,10 @@ class Executor:
         )
         self.num_steps += 1
         self.moe_tokens_high_water = max(self.moe_tokens_high_water, sum(batch.rank_tokens))
-        logits = self._model.forward(
+        found = self._model.forward(
             batch.token_ids, batch.positions, batch.attn, self._pool, batch.logits_at
         )
-        return step_result(step, logits)
+        return step_result(step, found.logits)
 
     @property
     def state(self) -> str:

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +31,24 @@ from tetrarch.moe.build import build_layer
 from tetrarch.moe.layer import MoELayer
 from tetrarch.moe.types import ExpertSpec
 
-__all__ = ["Model", "build_model"]
+__all__ = ["Forward", "Model", "build_model"]
 
 # The routers' balancing bias is added to scores in (0, 1) and BF16 would round it to 1/256;
 # DeepSeek-V3's class declares it FP32, MiniMax-M2's does not.
 _ALWAYS_FP32 = ("e_score_correction_bias",)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forward:
+    """What one forward yields.
+
+    Attributes:
+        logits: (L, V), of the rows asked for.
+        hidden: (T, H) after the final norm, of all rows; `None` unless it was asked for.
+    """
+
+    logits: Tensor
+    hidden: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -86,7 +100,9 @@ class Model:
         attn: AttentionInputs,
         pool: KVPool,
         logits_at: Tensor,
-    ) -> Tensor:
+        *,
+        wants_hidden: bool = False,
+    ) -> Forward:
         """Compute one step of a flattened batch; writes its keys and values to the pool.
 
         Args:
@@ -94,15 +110,20 @@ class Model:
             positions: (T,) int64, of each token in its own sequence.
             attn: Which rows are whose, and where their pages are.
             pool: The pages.
-            logits_at: (N,) int64, rows whose logits are wanted.
+            logits_at: (L,) int64, rows whose logits are wanted.
+            wants_hidden: Return hidden states as well.
 
         Returns:
-            (N, V) logits in the model's dtype.
+            Logits and, if asked for, hidden states, in the model's dtype.
         """
         tap = LatentTap() if self._is_latent else None
         context = PagedAttention(attn, pool, sites=self._site_of, tap=tap)
         alone = len(token_ids) == 1 and self._is_small
-        with without_onednn() if alone else nullcontext():
+        kept: list[Tensor] = []
+        with (
+            without_onednn() if alone else nullcontext(),
+            _hidden_kept(self.hf.base_model, kept) if wants_hidden else nullcontext(),
+        ):
             output = self.hf(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
@@ -111,7 +132,21 @@ class Model:
                 logits_to_keep=logits_at,
                 **{CONTEXT: context},
             )
-        return output.logits[0]
+        return Forward(output.logits[0], kept[0] if wants_hidden else None)
+
+
+@contextmanager
+def _hidden_kept(base: nn.Module, kept: list[Tensor]) -> Generator[None]:
+    """Put into `kept` what the body of the model hands to its head."""
+
+    def keep(_module: nn.Module, _arguments: object, output: Any) -> None:
+        kept.append(output.last_hidden_state[0])
+
+    hook = base.register_forward_hook(keep)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def build_model(
