@@ -58,7 +58,7 @@ def step_at(executor: Executor, tokens: list[int], length: int) -> Step:
             token_ids=(token,),
             start=length,
             pages=tuple(range(row * room, row * room + ceil_div(length + 1, size))),
-            sample=SampleSpec(temperature=0.0),
+            samples=(SampleSpec(temperature=0.0),),
         )
         for row, token in enumerate(tokens)
     )

@@ -165,10 +165,11 @@ class FakeExecutor:
         if NAN in seq.token_ids:
             return SeqResult(failed=True)
         scores = () if seq.scoring is None else self._scores(seq, seq.scoring, values)
-        if seq.sample is None:
+        if not seq.samples:
             return SeqResult(prompt_logprobs=scores)
-        token = draw(values, seq.sample)
-        logprobs = (score(values, token),) if seq.sample.top_logprobs >= 0 else ()
+        (spec,) = seq.samples
+        token = draw(values, spec)
+        logprobs = (score(values, token),) if spec.top_logprobs >= 0 else ()
         return SeqResult(token_ids=(token,), logprobs=logprobs, prompt_logprobs=scores)
 
     def _scores(

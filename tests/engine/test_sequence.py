@@ -22,7 +22,7 @@ def test_end_tokens_are_banned_until_the_minimum(make_bench: Make) -> None:
     assert tokens == bench.expected(request)
     assert free[4] not in tokens[:7]
     assert len(tokens) >= 7
-    specs = [step.seqs[-1].sample for step in bench.executor.steps if len(step.seqs) == 2]
+    specs = [step.seqs[-1].samples[0] for step in bench.executor.steps if len(step.seqs) == 2]
     assert [bool(spec.banned_ids) for spec in specs] == [spec.position < 7 for spec in specs]
 
 
@@ -52,9 +52,9 @@ def test_each_request_draws_its_own_seed_and_keeps_it(make_bench: Make) -> None:
     bench.run()
     assert bench.tokens("a") != bench.tokens("b")
     assert bench.tokens("c") == bench.tokens("d")
-    seeds = {seq.sample.seed for step in bench.executor.steps for seq in step.seqs}
+    seeds = {seq.samples[0].seed for step in bench.executor.steps for seq in step.seqs}
     assert len(seeds) == 3
-    assert bench.executor.steps[-1].seqs[0].sample.position == 11
+    assert bench.executor.steps[-1].seqs[0].samples[0].position == 11
 
 
 def test_penalties_see_the_history_and_others_do_not_carry_it(make_bench: Make) -> None:
@@ -63,7 +63,7 @@ def test_penalties_see_the_history_and_others_do_not_carry_it(make_bench: Make) 
     bench.add("repeats", range(3, 6), max_new_tokens=4, repetition_penalty=1.2)
     bench.add("counts", range(3, 6), max_new_tokens=4, frequency_penalty=0.2)
     bench.run()
-    plain, repeats, counts = (seq.sample for seq in bench.executor.steps[-1].seqs)
+    plain, repeats, counts = (seq.samples[0] for seq in bench.executor.steps[-1].seqs)
     assert (plain.prompt_ids, plain.output_ids) == ((), ())
     assert repeats.prompt_ids == tuple(range(3, 6))
     assert repeats.output_ids == bench.tokens("repeats")[:3]

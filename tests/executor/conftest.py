@@ -110,7 +110,7 @@ def _serve(
                     token_ids=tuple(tokens[row][done[row] : end]),
                     start=done[row],
                     pages=tuple(pages[row]),
-                    sample=_GREEDY if end == len(tokens[row]) else None,
+                    samples=(_GREEDY,) if end == len(tokens[row]) else (),
                 )
             )
         for seq, result in zip(seqs, executor.step(_step(seqs)).seqs, strict=True):

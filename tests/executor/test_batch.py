@@ -41,7 +41,7 @@ def random_seqs(seed: int) -> list[SeqChunk]:
                 token_ids=tuple(rng.choices(range(1000), k=length)),
                 start=start,
                 pages=pages,
-                sample=rng.choice([None, SampleSpec()]),
+                samples=(SampleSpec(),) * rng.randint(0, length),
                 scoring=rng.choice([None, PromptScoring(first=0, targets=(5,) * length)]),
             )
         )
@@ -81,19 +81,18 @@ def test_every_sequence_gets_its_lengths_and_its_pages(seed: int) -> None:
 def test_logits_come_from_sampled_rows_first_then_from_scored_ones() -> None:
     chunk = {"pages": (0, 1), "start": 0}
     batch = build(
-        SeqChunk(row=0, token_ids=(1, 2, 3), sample=None, **chunk),
+        SeqChunk(row=0, token_ids=(1, 2, 3), **chunk),
         SeqChunk(
             row=1,
             token_ids=(1, 2, 3, 4),
-            sample=SampleSpec(),
+            samples=(SampleSpec(),),
             scoring=PromptScoring(first=1, targets=(3, 4)),
             **chunk,
         ),
-        SeqChunk(row=2, token_ids=(9,), sample=SampleSpec(), **chunk),
+        SeqChunk(row=2, token_ids=(9,), samples=(SampleSpec(),), **chunk),
         SeqChunk(
             row=3,
             token_ids=(1, 2),
-            sample=None,
             scoring=PromptScoring(first=0, targets=(2, 7)),
             **chunk,
         ),
@@ -111,7 +110,7 @@ def test_dtypes_are_what_the_model_and_the_kernels_read() -> None:
 
 
 def test_a_step_beyond_the_budget_is_refused_with_the_term() -> None:
-    long = SeqChunk(row=0, token_ids=(0,) * 65, start=0, pages=tuple(range(17)), sample=None)
+    long = SeqChunk(row=0, token_ids=(0,) * 65, start=0, pages=tuple(range(17)))
     with pytest.raises(CapacityExceeded, match="65 tokens, buffers for 64") as caught:
         build(long)
     assert BUDGET.term in caught.value.why
@@ -119,7 +118,7 @@ def test_a_step_beyond_the_budget_is_refused_with_the_term() -> None:
 
 def test_a_sequence_with_too_few_pages_is_refused() -> None:
     """Without the check its last token would overwrite page 0, which belongs to another one."""
-    short = SeqChunk(row=7, token_ids=(1, 2), start=3, pages=(9,), sample=None)
-    other = SeqChunk(row=1, token_ids=(1,), start=4, pages=(2, 3), sample=None)
+    short = SeqChunk(row=7, token_ids=(1, 2), start=3, pages=(9,))
+    other = SeqChunk(row=1, token_ids=(1,), start=4, pages=(2, 3))
     with pytest.raises(CapacityExceeded, match="row 7 needs 2 pages and holds 1"):
         build(other, short)

@@ -110,7 +110,7 @@ def compute(
         token_ids=tuple(tokens),
         start=start,
         pages=tuple(range(8)),
-        sample=GREEDY,
+        samples=(GREEDY,),
         scoring=scoring,
     )
     step = Step(phase=Phase.PREFILL, seqs=(seq,), rank_tokens=(len(tokens),))

@@ -88,7 +88,11 @@ def executor(history_model: HistoryModel, make_plan: MakePlan) -> Executor:
 def chunk(row: int, history: Sequence[int], *, start: int, pages: Sequence[int]) -> SeqChunk:
     """All tokens of `history` from `start` on; the last one samples."""
     return SeqChunk(
-        row=row, token_ids=tuple(history[start:]), start=start, pages=tuple(pages), sample=GREEDY
+        row=row,
+        token_ids=tuple(history[start:]),
+        start=start,
+        pages=tuple(pages),
+        samples=(GREEDY,),
     )
 
 

@@ -21,13 +21,13 @@ CHUNK = SeqChunk(
     token_ids=(5, 6, 7),
     start=16,
     pages=(4, 9),
-    sample=SampleSpec(temperature=0.5, logit_bias=((7, -1.5),), seed=11, position=2),
+    samples=(SampleSpec(temperature=0.5, logit_bias=((7, -1.5),), seed=11, position=2),),
     scoring=PromptScoring(first=1, targets=(7, 8), top_logprobs=2, logprob_ids=(1,)),
 )
 
 
 def test_a_step_counts_the_tokens_of_all_its_chunks() -> None:
-    short = SeqChunk(row=0, token_ids=(1,), start=0, pages=(1,), sample=None)
+    short = SeqChunk(row=0, token_ids=(1,), start=0, pages=(1,))
     step = Step(phase=Phase.PREFILL, seqs=(CHUNK, short), rank_tokens=(4,))
     assert step.num_tokens == 4
     assert Step(phase=Phase.IDLE, seqs=(), rank_tokens=(0, 7)).num_tokens == 0

@@ -221,4 +221,4 @@ def _order(seq: Sequence) -> int:
 
 
 def _is_decode(chunk: SeqChunk) -> bool:
-    return len(chunk.token_ids) == 1 and chunk.sample is not None and chunk.scoring is None
+    return len(chunk.token_ids) == len(chunk.samples) and chunk.scoring is None

@@ -93,7 +93,7 @@ class Sequence:
             token_ids=tuple(self.tokens[start:end]),
             start=start,
             pages=self.pages,
-            sample=self._sample() if draws else None,
+            samples=(self._sample(),) if draws else (),
             scoring=self._scoring(start, end),
         )
 

@@ -32,7 +32,7 @@ class ForwardBatch:
     token_ids: Tensor  # (T,) int64
     positions: Tensor  # (T,) int64
     attn: AttentionInputs
-    logits_at: Tensor  # (L,) int64, rows of the batch; sampled ones first, then scored ones
+    logits_at: Tensor  # (L,) int64, rows of the batch; drawn ones first, then scored ones
     num_tokens: int
     rank_tokens: tuple[int, ...]  # tokens of every data-parallel rank
 
@@ -42,7 +42,7 @@ def build_batch(
 ) -> ForwardBatch:
     """Lay out a step's sequences one after the other.
 
-    `logits_at` lists the last row of every sequence that samples, in step order, then the scored
+    `logits_at` lists the rows that every sequence draws from, in step order, then the scored
     rows of every sequence with `scoring`, in step order.
 
     Raises:
@@ -108,7 +108,9 @@ def _page_table(
 
 def _logits_at(seqs: Sequence[SeqChunk], cu_seqlens: NDArray[np.int32]) -> NDArray[np.int64]:
     ends = cu_seqlens.tolist()
-    rows = [ends[i + 1] - 1 for i, seq in enumerate(seqs) if seq.sample is not None]
+    rows: list[int] = []
+    for end, seq in zip(ends[1:], seqs, strict=True):
+        rows.extend(range(end - len(seq.samples), end))
     for index, seq in enumerate(seqs):
         if (scoring := seq.scoring) is not None:
             first = ends[index] + scoring.first

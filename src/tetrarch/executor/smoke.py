@@ -42,7 +42,7 @@ def _step(phase: Phase, lengths: list[int], capacity: Capacity) -> Step:
             break
         pages = tuple(range(used, end))
         seqs.append(
-            SeqChunk(row=row, token_ids=(0,) * length, start=0, pages=pages, sample=_GREEDY)
+            SeqChunk(row=row, token_ids=(0,) * length, start=0, pages=pages, samples=(_GREEDY,))
         )
         used = end
     num_tokens = sum(len(seq.token_ids) for seq in seqs)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 __all__ = [
+    "DraftWork",
     "Phase",
     "PromptScoring",
     "SampleSpec",
@@ -78,24 +79,50 @@ class PromptScoring:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftWork:
+    """What the draft does for one sequence once its tokens are drawn.
+
+    It always reads along: it computes its own keys and values for the rows of the chunk, so that
+    it can guess what follows.
+
+    Attributes:
+        next_id: The token after the chunk's last, where the prompt goes on; `None`: the one drawn.
+        num_drafts: Tokens to propose for the next step; 0: only read along.
+    """
+
+    next_id: int | None
+    num_drafts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SeqChunk:
     """The tokens of one sequence that this step computes.
 
     Attributes:
         row: Stable index of the sequence among the running ones.
-        token_ids: New tokens, at positions `start`, `start + 1`, ….
+        token_ids: New tokens, at positions `start`, `start + 1`, …; drafts to verify come last.
         start: Number of tokens of the sequence already in the KV pool.
-        pages: Page ids that hold positions 0 to `start + len(token_ids) - 1`, in order.
-        sample: How to draw the next token from the last row; `None` while the prompt goes on.
+        pages: Page ids that hold positions 0 to `start + len(token_ids) - 1`, in order, and those
+            that the draft writes beyond.
+        samples: How to draw the next token, after each of the last `len(samples)` rows; empty
+            while the prompt goes on. More than one: the tokens of all these rows but the first
+            are drafts.
         scoring: Prompt logprobs to compute; `None` when none are wanted.
+        draft: `None`: the draft leaves this sequence alone.
     """
 
     row: int
     token_ids: tuple[int, ...]
     start: int
     pages: tuple[int, ...]
-    sample: SampleSpec | None
+    samples: tuple[SampleSpec, ...] = ()
     scoring: PromptScoring | None = None
+    draft: DraftWork | None = None
+
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        """The tokens to verify."""
+        return self.token_ids[len(self.token_ids) - len(self.samples) + 1 :] if self.samples else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,16 +154,19 @@ class SeqResult:
     """What one sequence of the step yields, in step order.
 
     Attributes:
-        token_ids: New tokens: none while the prompt goes on, one, or several when speculating.
+        token_ids: New tokens: none while the prompt goes on, else the drafts that were right and
+            one more.
         logprobs: One per token id when asked for, else empty.
         prompt_logprobs: One per scoring target.
         failed: The logits were not finite; the request must end with an error.
+        drafts: What the draft proposes to come after `token_ids`.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     failed: bool = False
+    drafts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
