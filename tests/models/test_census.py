@@ -11,7 +11,7 @@ import torch
 
 from tetrarch.core.errors import CheckpointError
 from tetrarch.models.census import ExpertCensus
-from tetrarch.models.names import ExpertDestination
+from tetrarch.models.destinations import ExpertDestination
 from tetrarch.moe.types import ExpertActivation, ExpertSpec, Part
 from tetrarch.numerics.contract import Quantization, SourceFormat, contract_for
 

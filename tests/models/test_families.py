@@ -20,7 +20,7 @@ from tetrarch.attention.types import AttentionInputs
 from tetrarch.config.plan import Plan
 from tetrarch.memory.journal import Journal
 from tetrarch.models.build import Model, build_model
-from tetrarch.models.names import DenseDestination
+from tetrarch.models.destinations import DenseDestination
 from tetrarch.moe.experts import ExpertStager
 from tetrarch.moe.types import Part
 

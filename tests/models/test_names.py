@@ -15,8 +15,9 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tetrarch.core.errors import CheckpointError
+from tetrarch.models.destinations import DenseDestination, ExpertDestination
 from tetrarch.models.experts import is_expert_module
-from tetrarch.models.names import DenseDestination, ExpertDestination, Ignored, NamePlan
+from tetrarch.models.names import Ignored, NamePlan
 from tetrarch.moe.types import Part
 
 

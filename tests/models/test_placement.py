@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from tetrarch.core.errors import CheckpointError
 from tetrarch.models import placement
 from tetrarch.models.build import Model, build_model
-from tetrarch.models.names import DenseDestination, Destination, ExpertDestination
+from tetrarch.models.destinations import DenseDestination, Destination, ExpertDestination
 from tetrarch.models.placement import Placer, place
 from tetrarch.models.report import Unused
 from tetrarch.models.sources import TensorHeader, TensorSource, reading_order

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,10 +18,10 @@ from tetrarch.attention.pool import KVPool
 from tetrarch.attention.types import AttentionInputs, AttentionSite
 from tetrarch.config.patterns import matches
 from tetrarch.config.plan import Plan, QuantPlan
-from tetrarch.core.errors import CheckpointError
-from tetrarch.core.specs import TensorSpec
 from tetrarch.memory.arena import Arena
 from tetrarch.memory.slots import SlotTable
+from tetrarch.models.draft import DraftHead, draft_of
+from tetrarch.models.materialise import materialise, shorten_lookups
 from tetrarch.models.names import NamePlan
 from tetrarch.models.norms import fuse_norms
 from tetrarch.models.onednn import is_small, without_onednn
@@ -32,10 +31,6 @@ from tetrarch.moe.layer import MoELayer
 from tetrarch.moe.types import ExpertSpec
 
 __all__ = ["Forward", "Model", "build_model"]
-
-# The routers' balancing bias is added to scores in (0, 1) and BF16 would round it to 1/256;
-# DeepSeek-V3's class declares it FP32, MiniMax-M2's does not.
-_ALWAYS_FP32 = ("e_score_correction_bias",)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +76,11 @@ class Model:
     vocab_size: int
 
     @cached_property
+    def draft(self) -> DraftHead | None:
+        """What proposes tokens, where the plan speculates; its weights are among the model's."""
+        return draft_of(self.hf)
+
+    @cached_property
     def _site_of(self) -> Mapping[nn.Module, AttentionSite]:
         return {self.hf.get_submodule(site.name): site for site in self.sites}
 
@@ -116,23 +116,64 @@ class Model:
         Returns:
             Logits and, if asked for, hidden states, in the model's dtype.
         """
-        tap = LatentTap() if self._is_latent else None
-        context = PagedAttention(attn, pool, sites=self._site_of, tap=tap)
-        alone = len(token_ids) == 1 and self._is_small
+        arguments = self._arguments(positions, attn, pool)
         kept: list[Tensor] = []
         with (
-            without_onednn() if alone else nullcontext(),
+            self._fast_linears(len(token_ids)),
             _hidden_kept(self.hf.base_model, kept) if wants_hidden else nullcontext(),
         ):
-            output = self.hf(
-                input_ids=token_ids[None],
-                position_ids=positions[None],
-                past_key_values=tap,
-                use_cache=False,
-                logits_to_keep=logits_at,
-                **{CONTEXT: context},
-            )
+            output = self.hf(input_ids=token_ids[None], logits_to_keep=logits_at, **arguments)
         return Forward(output.logits[0], kept[0] if wants_hidden else None)
+
+    @torch.no_grad()
+    def draft_forward(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        attn: AttentionInputs,
+        pool: KVPool,
+        logits_at: Tensor,
+    ) -> Forward:
+        """Compute one step of the draft; writes its keys and values to the pool.
+
+        Row i holds what is known at position i, and the draft's entry for it lies in slot i of
+        the sequence's own pages. It depends on token i + 1, so that the last slot of a page that
+        two sequences share may hold an entry made with the other one's next token: that costs a
+        little acceptance, and no correctness.
+
+        Args:
+            token_ids: (T,) int64, of the tokens that follow.
+            hidden: (T, H), of the target, or of an earlier step of the draft.
+            positions: (T,) int64, of the rows, not of the tokens that follow.
+            attn: As for `forward`.
+            pool: The pages.
+            logits_at: (L,) int64, rows whose logits are wanted.
+
+        Returns:
+            Logits, and hidden states of all rows.
+
+        Raises:
+            RuntimeError: The model was built without a draft.
+        """
+        head = self.hf.get_output_embeddings()
+        if self.draft is None or head is None:
+            raise RuntimeError("the plan of this model does not speculate")
+        arguments = self._arguments(positions, attn, pool)
+        with self._fast_linears(len(token_ids)):
+            rows = self.draft(token_ids[None], hidden[None], self.hf, **arguments)[0]
+            return Forward(head(rows[logits_at]), rows)
+
+    def _arguments(self, positions: Tensor, attn: AttentionInputs, pool: KVPool) -> dict[str, Any]:
+        """Return what every layer is given."""
+        tap = LatentTap() if self._is_latent else None
+        context = PagedAttention(attn, pool, sites=self._site_of, tap=tap)
+        given: dict[str, Any] = dict(position_ids=positions[None], past_key_values=tap)
+        return {**given, "use_cache": False, CONTEXT: context}
+
+    def _fast_linears(self, num_tokens: int) -> AbstractContextManager[None]:
+        alone = num_tokens == 1 and self._is_small
+        return without_onednn() if alone else nullcontext()
 
 
 @contextmanager
@@ -166,7 +207,7 @@ def build_model(
     """
     device = device or torch.device(plan.device.torch_device)
     dtype: torch.dtype = getattr(torch, plan.model.dtype)
-    skeleton = read_skeleton(plan.model.path, dtype=dtype)
+    skeleton = read_skeleton(plan.model.path, dtype=dtype, drafts=plan.spec is not None)
     ignored = frozenset(
         site.path for site in skeleton.experts if _is_ignored(site.path, plan.quant, skeleton.names)
     )
@@ -184,8 +225,8 @@ def build_model(
             arena=arena,
         )
         swap_module(skeleton.model, site.path, layers[site.path])
-    weights = _materialise(skeleton.model, SlotTable(arena), dtype=dtype, device=device)
-    _shorten_lookups(skeleton.model)
+    weights = materialise(skeleton.model, SlotTable(arena), dtype=dtype, device=device)
+    shorten_lookups(skeleton.model)
     return Model(
         hf=skeleton.model,
         names=skeleton.names,
@@ -221,65 +262,3 @@ def _is_ignored(path: str, quant: QuantPlan, names: NamePlan) -> bool:
         return False
     patterns = {form for p in quant.ignored_layers for form in (p, names.module_path(p))}
     return any(matches(pattern, path) for pattern in patterns)
-
-
-def _materialise(
-    model: PreTrainedModel, weights: SlotTable, *, dtype: torch.dtype, device: torch.device
-) -> SlotTable:
-    """Give every dense parameter and buffer its memory; ours already have theirs."""
-    islands = _fp32_islands(model, dtype)
-    persistent = model.state_dict().keys()
-    given: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter is given memory once
-
-    def slot(name: str, meta: Tensor) -> Tensor:
-        own = torch.float32 if islands.search(name) else meta.dtype
-        return weights.allocate(name, TensorSpec(tuple(meta.shape), own, device))
-
-    for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        for name, meta in list(module.named_parameters(recurse=False)):
-            if meta not in given:
-                given[meta] = nn.Parameter(slot(prefix + name, meta), requires_grad=False)
-            module.register_parameter(name, given[meta])
-        for name, meta in list(module.named_buffers(recurse=False)):
-            if prefix + name in persistent:
-                module.register_buffer(name, slot(prefix + name, meta))
-            else:
-                value = _rebuilt(module, path).get_buffer(name).to(device)
-                module.register_buffer(name, value, persistent=False)
-    return weights
-
-
-def _shorten_lookups(model: nn.Module) -> None:
-    """Let every module find its weights and children as plain attributes.
-
-    torch keeps them in tables that it searches, in Python, once the plain lookup has failed:
-    170 times a step of the demo model, one twentieth of it. What the tables hold is final here,
-    because weights are written in place.
-    """
-    for module in model.modules():
-        for table in ("_parameters", "_buffers", "_modules"):
-            vars(module).update(vars(module)[table])
-
-
-def _fp32_islands(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str]:
-    """Return what matches the names of parameters that stay FP32 in a narrower model.
-
-    transformers has two lists: one for FP16 alone, a strict one for BF16 as well.
-    """
-    patterns = {*_ALWAYS_FP32, *(model._keep_in_fp32_modules_strict or ())}  # pyright: ignore[reportPrivateUsage]
-    if dtype == torch.float16:
-        patterns.update(model._keep_in_fp32_modules or ())  # pyright: ignore[reportPrivateUsage]
-    return re.compile("|".join(sorted(patterns)))
-
-
-def _rebuilt(module: nn.Module, path: str) -> nn.Module:
-    """Build a module again off `meta`, for the buffers that no checkpoint holds (`inv_freq`)."""
-    config = vars(module).get("config")
-    if config is None or any(True for _ in module.parameters()):
-        raise CheckpointError(
-            f"cannot compute the buffers of {path!r}",
-            why=f"{type(module).__name__} is not built from a configuration alone",
-            fix="serve another model",
-        )
-    return type(module)(config)

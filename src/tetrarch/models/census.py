@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
 from tetrarch.core.errors import CheckpointError
+from tetrarch.models.destinations import ExpertDestination
 from tetrarch.models.formats import NVFP4_FORMATS
-from tetrarch.models.names import ExpertDestination
 from tetrarch.moe.layer import MoELayer
 from tetrarch.moe.types import ExpertSpec, Part
 from tetrarch.numerics.contract import QuantContract, SourceFormat

@@ -8,24 +8,24 @@ names alone; no tensor passes through it. `tests/models/test_names.py` pins the 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from tetrarch.config.drafts import BLOCK, DRAFT, DRAFT_COPY, draft_place
 from tetrarch.core.errors import CheckpointError
+from tetrarch.models.destinations import DenseDestination, Destination, ExpertDestination
+from tetrarch.models.draft import draft_of, last_layer
 from tetrarch.models.experts import is_expert_module
 from tetrarch.moe.types import Part
 
 __all__ = [
-    "DenseDestination",
-    "Destination",
-    "ExpertDestination",
     "Ignored",
     "NamePlan",
     "num_mtp_layers",
@@ -34,6 +34,7 @@ __all__ = [
 # A number that is a whole component of a dotted name: a layer or an expert, not the 1 of `w1`.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _MTP = re.compile(r"^(model\.)?mtp\.")
+_LATER_MTP = re.compile(r"^mtp\.layers\.[1-9]")
 # A draft layer numbered on from the model's own, as DeepSeek and GLM write it, and its mark: what
 # joins the last hidden state to the next embedding, and a head that is shared.
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.(?:(eh_proj|enorm|hnorm|shared_head)\.)?")
@@ -47,63 +48,10 @@ _NAMED_OPS = {"MergeModulelist", "Concatenate"}
 class Ignored(StrEnum):
     """Why a known checkpoint tensor has no destination."""
 
-    MTP = "mtp"  # the draft layers, while speculation is off
+    MTP = "mtp"  # draft layers: all of them while speculation is off, else all but the first
+    DRAFT_COPY = "draft_copy"  # a draft's copy of the embedding or the head, which it shares
     ROTARY = "rotary"  # inv_freq, recomputed from the config
     TIED = "tied"  # a second copy of the embedding
-
-
-@dataclass(frozen=True, slots=True)
-class DenseDestination:
-    """A parameter or persistent buffer outside the experts."""
-
-    name: str  # as in `Model.weights`
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertDestination:
-    """One expert's matrix, or the stack of a whole layer's.
-
-    Attributes:
-        layer: Path of the experts module, the key of `Model.experts`.
-        part: `None`: gate and up in one tensor.
-        expert: Global id; `None`: all experts, stacked along dimension 0.
-        bias: A bias vector rather than a matrix.
-        transposed: A stack stored as (K, N) rather than (N, K).
-        interleaved: Gate and up alternate row by row; otherwise gate comes before up.
-    """
-
-    layer: str
-    part: Part | None
-    expert: int | None
-    bias: bool = False
-    transposed: bool = False
-    interleaved: bool = False
-
-    @property
-    def fused(self) -> bool:
-        """Whether the tensor holds more than one matrix."""
-        return self.part is None or self.expert is None
-
-    def matrices(self, value: Tensor) -> Iterator[tuple[Part, int, Tensor]]:
-        """Split a tensor into what an expert stager takes: (part, expert id, (N, K) or (N,))."""
-        if self.expert is None:
-            for expert, one in enumerate(value):
-                yield from self._parts(expert, one)
-        else:
-            yield from self._parts(self.expert, value)
-
-    def _parts(self, expert: int, value: Tensor) -> Iterator[tuple[Part, int, Tensor]]:
-        rows = value.T if self.transposed and not self.bias else value
-        if self.part is not None:
-            yield self.part, expert, rows
-            return
-        half = rows.shape[0] // 2
-        gate, up = (rows[::2], rows[1::2]) if self.interleaved else (rows[:half], rows[half:])
-        yield Part.GATE, expert, gate
-        yield Part.UP, expert, up
-
-
-Destination = DenseDestination | ExpertDestination
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +94,10 @@ class NamePlan:
         skipped: Collection[str] = model._keys_to_ignore_on_load_unexpected or ()  # pyright: ignore[reportPrivateUsage]
         numbered = any(pattern.startswith(_NUMBERED) for pattern in skipped)
         first = int(model.config.num_hidden_layers)
-        self.numbered_drafts = range(first, first + num_mtp_layers(model.config) * numbered)
+        self._first, self._has_draft = first, draft_of(model) is not None
+        num_drafts = max(num_mtp_layers(model.config), int(self._has_draft))
+        self.numbered_drafts = range(first, first + num_drafts * numbered)
+        self._last = _path_of_last_layer(model) if self._has_draft else ""
         self._tied = frozenset(model.all_tied_weights_keys)
         self._names = dict.fromkeys(model.state_dict(), True)
         self._stacks = {
@@ -165,6 +116,8 @@ class NamePlan:
         Raises:
             CheckpointError: The model has no such tensor.
         """
+        if (place := self._draft_place(name)) is not None:
+            return None if place == DRAFT_COPY else self._of_draft(name, place)
         pieces = tuple(_NUMBER.split(name))
         template = self._templates.get(pieces)
         if template is not None:
@@ -206,12 +159,41 @@ class NamePlan:
             drafts: `draft_layers` of its checkpoint.
         """
         layer = _LAYER.match(name) if drafts else None
-        if _MTP.match(name) or (layer and int(layer[1]) in drafts):
+        if (place := self._draft_place(name)) is not None:
+            return Ignored.DRAFT_COPY if place == DRAFT_COPY else None
+        unused = _LATER_MTP if self._has_draft else _MTP
+        if unused.match(name) or (layer and int(layer[1]) in drafts):
             return Ignored.MTP
         if name.endswith("rotary_emb.inv_freq"):
             return Ignored.ROTARY
         if name in self._tied:
             return Ignored.TIED
+        return None
+
+    def is_draft(self, name: str) -> bool:
+        """Whether a checkpoint's tensor belongs to a draft layer, used or not."""
+        layer = _LAYER.match(name)
+        return bool(_MTP.match(name) or (layer and int(layer[1]) in self.numbered_drafts))
+
+    def _draft_place(self, name: str) -> str | None:
+        if not self._has_draft or not self.is_draft(name):
+            return None
+        return draft_place(name, first=self._first)
+
+    def _of_draft(self, name: str, place: str) -> Destination | None:
+        """Resolve a tensor of a draft's block as the target's last layer has it."""
+        if not place.startswith(BLOCK):
+            if DRAFT + place not in self._names:
+                raise self._unknown(name)
+            return DenseDestination(DRAFT + place)
+        try:
+            found = self.resolve(self._last + place.removeprefix(BLOCK))
+        except CheckpointError as error:
+            raise self._unknown(name) from error
+        if isinstance(found, ExpertDestination):
+            return replace(found, layer=found.layer.replace(self._last, DRAFT + BLOCK, 1))
+        if found is not None:
+            return DenseDestination(found.name.replace(self._last, DRAFT + BLOCK, 1))
         return None
 
     def _expert(self, template: _Template, numbers: list[str]) -> ExpertDestination | None:
@@ -259,6 +241,11 @@ class NamePlan:
             why="no parameter, buffer or expert of the model carries that name",
             fix="check that config.json belongs to these weights",
         )
+
+
+def _path_of_last_layer(model: PreTrainedModel) -> str:
+    last = last_layer(model)
+    return next(f"{path}." for path, module in model.named_modules() if module is last)
 
 
 def _stacked(layer: str, leaf: str, stack: _Stack) -> ExpertDestination:

@@ -16,6 +16,7 @@ from tetrarch.config.plan import QuantPlan
 from tetrarch.core.errors import CheckpointError
 from tetrarch.models.build import Model
 from tetrarch.models.census import ExpertCensus
+from tetrarch.models.destinations import DenseDestination, Destination, ExpertDestination
 from tetrarch.models.faults import Fault, Faults
 from tetrarch.models.formats import (
     INPUT_SCALES,
@@ -25,7 +26,6 @@ from tetrarch.models.formats import (
     recognise,
     split_part,
 )
-from tetrarch.models.names import DenseDestination, Destination, ExpertDestination
 from tetrarch.models.report import Decoded, Unused
 from tetrarch.models.sources import Source, TensorHeader, reading_order
 from tetrarch.numerics.contract import Scope, SourceFormat

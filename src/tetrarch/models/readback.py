@@ -16,7 +16,7 @@ from torch import Tensor
 from tetrarch.core.errors import CheckpointError, RequestError
 from tetrarch.memory.checksum import digest
 from tetrarch.models.build import Model
-from tetrarch.models.names import DenseDestination, ExpertDestination
+from tetrarch.models.destinations import DenseDestination, ExpertDestination
 from tetrarch.moe.layer import MoELayer
 from tetrarch.moe.stores import buffer_of
 from tetrarch.moe.types import CanonicalExperts, Part, PlainExperts

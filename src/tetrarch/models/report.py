@@ -17,7 +17,8 @@ __all__ = ["Decoded", "LoadReport", "Unused"]
 class Unused(StrEnum):
     """Why a known tensor of a checkpoint is not loaded. A tensor of no such kind is an error."""
 
-    MTP = "mtp"  # the draft layers, while speculation is off
+    MTP = "mtp"  # draft layers: all of them while speculation is off, else all but the first
+    DRAFT_COPY = "draft_copy"  # a draft's copy of the embedding or the head, which it shares
     ROTARY = "rotary"  # inv_freq, which follows from the config
     TIED = "tied"  # a second copy of the embedding
     KV_SCALE = "kv_scale"  # k_scale and v_scale: our KV pages are not quantized

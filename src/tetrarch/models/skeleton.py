@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -19,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tetrarch.attention.layer import CONTEXT, AttentionCall, attention
 from tetrarch.attention.types import AttentionSite
 from tetrarch.core.errors import CheckpointError, TetrarchError
+from tetrarch.models.draft import attach_draft, draft_of
 from tetrarch.models.experts import ExpertShape, expert_shape, is_expert_module
 from tetrarch.models.names import NamePlan
 
@@ -63,12 +65,13 @@ class Skeleton:
     attention: tuple[AttentionSite, ...]
 
 
-def read_skeleton(path: str, *, dtype: torch.dtype) -> Skeleton:
+def read_skeleton(path: str, *, dtype: torch.dtype, drafts: bool = False) -> Skeleton:
     """Build the transformers class named by `config.json` on `meta`, and look it over.
 
     Args:
         path: Checkpoint folder; only its `config.json` is read.
         dtype: Of the parameters.
+        drafts: Give the model a draft, which passes every seam that the model passes.
 
     Raises:
         CheckpointError: The model is not one we can serve; says which part is the obstacle.
@@ -76,7 +79,7 @@ def read_skeleton(path: str, *, dtype: torch.dtype) -> Skeleton:
     """
     config = read_config(path)
     _refuse_by_config(config)
-    model = _instantiate(config, dtype)
+    model = _instantiate(config, dtype, drafts=drafts)
     shapes = {
         name: expert_shape(module)
         for name, module in model.named_modules()
@@ -135,12 +138,14 @@ def _refuse_by_config(config: PreTrainedConfig) -> None:
             raise _refusal(config, f"its rotary embedding is {rope['rope_type']}")
 
 
-def _instantiate(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _instantiate(config: PreTrainedConfig, dtype: torch.dtype, *, drafts: bool) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False
             )
+            if drafts:
+                attach_draft(model)
     except _STUMBLES as error:
         why = f"transformers cannot build it: {type(error).__name__}: {error}"
         raise _refusal(config, why) from error
@@ -150,21 +155,21 @@ def _instantiate(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMode
 def _visit(
     model: PreTrainedModel, shapes: Mapping[str, ExpertShape]
 ) -> tuple[dict[str, int], tuple[AttentionSite, ...]]:
-    """Send two tokens through the model on `meta`."""
+    """Send two tokens through the model on `meta`, and on through its draft."""
     probes = {path: _ExpertProbe() for path in shapes}
     recorder = _AttentionRecorder(model)
     theirs = {path: swap_module(model, path, probe) for path, probe in probes.items()}
     ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    arguments: dict[str, Any] = dict(position_ids=ids, past_key_values=recorder, use_cache=False)
+    arguments[CONTEXT] = recorder
+    draft = draft_of(model)
     try:
         with torch.no_grad():
-            model(
-                input_ids=ids,
-                position_ids=ids,
-                past_key_values=recorder,
-                use_cache=False,
-                logits_to_keep=ids[0, :1],
-                **{CONTEXT: recorder},
-            )
+            model(input_ids=ids, logits_to_keep=ids[0, :1], **arguments)
+            if draft is not None:
+                width = draft.fc.out_features
+                hidden = torch.empty(1, 2, width, dtype=model.dtype, device="meta")
+                draft(ids, hidden, model, **arguments)
     except TetrarchError:
         raise
     except _STUMBLES as error:
@@ -174,8 +179,8 @@ def _visit(
         for path, module in theirs.items():
             swap_module(model, path, module)
     sites = tuple(recorder.sites)
-    if len(sites) != model.config.num_hidden_layers:
-        why = f"{len(sites)} of its {model.config.num_hidden_layers} layers attend to pages"
+    if len(sites) != (layers := model.config.num_hidden_layers + (draft is not None)):
+        why = f"{len(sites)} of its {layers} layers attend to pages"
         raise _refusal(model.config, why)
     return {path: probe.top_k for path, probe in probes.items() if probe.top_k}, sites
 

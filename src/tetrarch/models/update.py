@@ -18,9 +18,9 @@ from tetrarch.core.errors import CheckpointError
 from tetrarch.memory.checksum import digest
 from tetrarch.memory.journal import Journal
 from tetrarch.models.build import Model
+from tetrarch.models.destinations import ExpertDestination
 from tetrarch.models.faults import Fault, Faults
 from tetrarch.models.formats import INPUT_SCALES
-from tetrarch.models.names import ExpertDestination
 from tetrarch.models.placement import Headers, Placements, group, place_some
 from tetrarch.models.readback import verify
 from tetrarch.models.sources import TensorSource

@@ -11,8 +11,8 @@ from tetrarch.core.errors import CheckpointError
 from tetrarch.memory.checksum import digest
 from tetrarch.memory.journal import Journal
 from tetrarch.models.build import Model
+from tetrarch.models.destinations import Destination, ExpertDestination
 from tetrarch.models.formats import StoredWeight
-from tetrarch.models.names import Destination, ExpertDestination
 from tetrarch.models.parts import Parts, assemble, decode
 from tetrarch.models.readback import digests_of
 from tetrarch.moe.experts import ExpertStager
