@@ -12,6 +12,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,10 +26,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from tetrarch.config.args import LaunchArgs
-from tetrarch.config.budget import token_budget
+from tetrarch.config.budget import token_budget, tokens_per_request
 from tetrarch.config.checkpoint import read_checkpoint
 from tetrarch.config.hardware import detect
-from tetrarch.config.plan import GraphPlan, ParallelPlan, Plan, SchedulePlan
+from tetrarch.config.plan import GraphPlan, ParallelPlan, Plan, SchedulePlan, SpecPlan
 from tetrarch.config.resolve import resolve
 from tetrarch.engine.engine import Engine
 from tetrarch.engine.loop import EngineLoop
@@ -94,10 +95,40 @@ class FakeWeights:
         return self.lacking is not None
 
 
+class FakeDraft:
+    """Proposes what the target will say for the first `num_right` tokens, then something else.
+
+    Args:
+        num_right: Drawn anew for each proposal by `rng`, up to this.
+        nan_rate: How often a wrong token is one that makes the logits around it NaN.
+    """
+
+    def __init__(self, num_right: int = 99, *, exact: bool = True, nan_rate: float = 0.0) -> None:
+        self.num_right, self.exact, self.nan_rate = num_right, exact, nan_rate
+        self.rng = random.Random(0)
+
+    def propose(self, values: list[int], spec: SampleSpec, count: int) -> tuple[int, ...]:
+        """Go on from what the pages hold, and how the token after that is drawn."""
+        right = self.num_right if self.exact else self.rng.randint(0, self.num_right)
+        drafts: list[int] = []
+        for ahead in range(count):
+            token = draw(values, spec)
+            if ahead >= right:
+                token = NAN if self.rng.random() < self.nan_rate else token + 1
+            drafts.append(token)
+            values = [*values, digest(values[-1], token)]
+            outputs = (*spec.output_ids, token) if spec.output_ids else ()
+            spec = replace(spec, position=spec.position + 1, output_ids=outputs)
+        return tuple(drafts)
+
+
 class FakeExecutor:
     """Also stands for the rank's memory: a set of regions."""
 
-    def __init__(self, plan: Plan, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self, plan: Plan, num_pages: int, page_size: int, draft: FakeDraft | None = None
+    ) -> None:
+        self.draft = draft
         self.weights = FakeWeights()
         self.device = torch.device("cpu")
         self.released: set[Region] = set()
@@ -152,7 +183,10 @@ class FakeExecutor:
 
     def _write(self, seq: SeqChunk) -> None:
         end = seq.start + len(seq.token_ids)
-        assert len(seq.pages) == -(-end // self.capacity.page_size)
+        needed = -(-end // self.capacity.page_size)
+        assert len(seq.pages) == needed or (seq.draft is not None and len(seq.pages) > needed)
+        assert len(seq.samples) <= tokens_per_request(self._plan.spec)
+        assert seq.draft is None or self._plan.spec is not None
         assert 0 <= seq.row < self._plan.schedule.max_running_requests
         before = self._pool[self._slot(seq, seq.start - 1)] if seq.start else 0
         for position, token in enumerate(seq.token_ids, start=seq.start):
@@ -165,12 +199,35 @@ class FakeExecutor:
         if NAN in seq.token_ids:
             return SeqResult(failed=True)
         scores = () if seq.scoring is None else self._scores(seq, seq.scoring, values)
-        if not seq.samples:
-            return SeqResult(prompt_logprobs=scores)
-        (spec,) = seq.samples
-        token = draw(values, spec)
-        logprobs = (score(values, token),) if spec.top_logprobs >= 0 else ()
-        return SeqResult(token_ids=(token,), logprobs=logprobs, prompt_logprobs=scores)
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        first = end - len(seq.samples) + 1  # length of what the first row has read
+        for ahead, spec in enumerate(seq.samples):
+            read = values[: first + ahead]
+            token_ids.append(draw(read, spec))
+            if spec.top_logprobs >= 0:
+                logprobs.append(score(read, token_ids[-1]))
+            if ahead < len(seq.drafts) and token_ids[-1] != seq.drafts[ahead]:
+                break
+        return SeqResult(
+            token_ids=tuple(token_ids),
+            logprobs=tuple(logprobs),
+            prompt_logprobs=scores,
+            drafts=self._drafts(seq, values, token_ids),
+        )
+
+    def _drafts(self, seq: SeqChunk, values: list[int], token_ids: list[int]) -> tuple[int, ...]:
+        """Propose as many as the pages hold: the entry of the last one is not written."""
+        if seq.draft is None or not token_ids:
+            return ()
+        known = seq.start + len(seq.token_ids) - len(seq.samples) + len(token_ids)
+        room = len(seq.pages) * self.capacity.page_size - known + 1
+        assert seq.draft.num_drafts <= self._plan.spec.num_steps
+        read = [*values[:known], digest(values[known - 1], token_ids[-1])]
+        spec = seq.samples[0]
+        outputs = (*spec.output_ids, *token_ids) if spec.output_ids or spec.presence_penalty else ()
+        spec = replace(spec, position=spec.position + len(token_ids), output_ids=outputs)
+        return self.draft.propose(read, spec, min(room, seq.draft.num_drafts))
 
     def _scores(
         self, seq: SeqChunk, scoring: PromptScoring, values: list[int]
@@ -184,7 +241,14 @@ class FakeExecutor:
 
 
 def fake_plan(
-    *, chunk: int, max_prefill: int, running: int, mixed: bool, cache: bool, context: int
+    *,
+    chunk: int,
+    max_prefill: int,
+    running: int,
+    mixed: bool,
+    cache: bool,
+    context: int,
+    spec: SpecPlan | None,
 ) -> Plan:
     schedule = SchedulePlan(
         max_running_requests=running,
@@ -195,7 +259,7 @@ def fake_plan(
     )
     budget = token_budget(
         schedule,
-        None,
+        spec,
         graphs=GraphPlan(0, 0),
         parallel=ParallelPlan(1, 1, 1),
         dispatch="all_gather",
@@ -205,6 +269,7 @@ def fake_plan(
     plan = SimpleNamespace(
         model=SimpleNamespace(path="nowhere", context_len=context, facts=facts),
         schedule=schedule,
+        spec=spec,
         serve=SimpleNamespace(stream_interval=1, log_level="info"),
         experts=SimpleNamespace(budget=budget),
         process_env=(),
@@ -221,11 +286,15 @@ class Bench:
         pages: int = 64,
         page_size: int = 4,
         tokenizer: Tokenizer | None = None,
+        steps: int = 0,
+        adaptive: bool = False,
+        draft: FakeDraft | None = None,
         **limits: Any,
     ) -> None:
         defaults = dict(chunk=16, max_prefill=64, running=8, mixed=True, cache=True, context=128)
-        self.plan = fake_plan(**{**defaults, **limits})
-        self.executor = FakeExecutor(self.plan, pages, page_size)
+        spec = SpecPlan("mtp", steps, steps + 1, adaptive=adaptive) if steps else None
+        self.plan = fake_plan(**{**defaults, **limits, "spec": spec})
+        self.executor = FakeExecutor(self.plan, pages, page_size, draft or FakeDraft())
         self.engine = Engine(self.plan, self.executor, tokenizer)
         self.deltas: dict[str, list[Delta]] = {}
 
@@ -465,6 +534,11 @@ def make_bench() -> Callable[..., Bench]:
 
 
 @pytest.fixture
+def make_draft() -> Callable[..., FakeDraft]:
+    return FakeDraft
+
+
+@pytest.fixture
 def bench(make_bench: Callable[..., Bench]) -> Bench:
     """Over a fake executor."""
     return make_bench()
@@ -499,6 +573,17 @@ def fallback_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("tokenizer")
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
     return load_tokenizer(str(folder))
+
+
+@pytest.fixture(scope="session")
+def output_scores() -> Callable[[Sequence[int], Sequence[int]], list[TokenLogprob]]:
+    """What the logprobs of an output must be."""
+
+    def expect(prompt: Sequence[int], outputs: Sequence[int]) -> list[TokenLogprob]:
+        values = stored([*prompt, *outputs])
+        return [score(values[: len(prompt) + index], token) for index, token in enumerate(outputs)]
+
+    return expect
 
 
 @pytest.fixture(scope="session")

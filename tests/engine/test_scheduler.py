@@ -138,7 +138,7 @@ def test_without_prefix_cache_nothing_is_shared(make_bench: Make) -> None:
     assert bench.last("b").num_cached == 0
 
 
-def random_bench(make_bench: Make, rng: random.Random) -> Any:
+def random_bench(make_bench: Make, rng: random.Random, **speculation: Any) -> Any:
     chunk = rng.choice([0, 4, 12, 16, 64])
     return make_bench(
         chunk=chunk,
@@ -149,6 +149,7 @@ def random_bench(make_bench: Make, rng: random.Random) -> Any:
         context=rng.choice([40, 90, 200]),
         pages=rng.choice([6, 12, 30, 80, 150]),
         page_size=rng.choice([1, 4, 8]),
+        **speculation,
     )
 
 
@@ -160,30 +161,47 @@ def random_request(bench: Any, rng: random.Random, rid: str) -> Any:
     own = [rng.randrange(3, 200) for _ in range(rng.randrange(1, 12))]
     prompt = (shared + own)[:room]
     scores = rng.random() < 0.3
+    most = rng.choice([None, 0, 1, 5, 30, 1000])
     return bench.add(
         rid,
         prompt,
-        max_new_tokens=rng.choice([None, 0, 1, 5, 30, 1000]),
+        max_new_tokens=most,
         temperature=rng.choice([0.0, 1.0]),
         sampling_seed=rng.randrange(10**6),
         presence_penalty=rng.choice([0.0, 0.5]),
+        min_new_tokens=min(rng.choice([0, 0, 3]), 3 if most is None else most),
         stop_token_ids=tuple(rng.randrange(255) for _ in range(rng.choice([0, 4]))),
         return_logprobs=scores,
         logprob_start=rng.randrange(-1, len(prompt) + 1) if scores else -1,
     )
 
 
+def speculation(rng: random.Random, make_draft: Make) -> dict[str, Any]:
+    """Drafts that are always right, never, or for a while; some make the logits NaN."""
+    return {
+        "steps": rng.choice([1, 3, 5]),
+        "adaptive": rng.random() < 0.3,
+        "draft": make_draft(
+            rng.choice([0, 1, 2, 99]), exact=rng.random() < 0.5, nan_rate=rng.choice([0.0, 0.05])
+        ),
+    }
+
+
+@pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("seed", range(60))
 def test_any_traffic_keeps_the_budget_the_pages_and_the_tokens(
     make_bench: Make,
+    make_draft: Make,
     prompt_scores: Callable[..., Any],
+    output_scores: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     seed: int,
+    drafts: bool,
 ) -> None:
     """The executor asserts the budget; here: each ends once, as if it had been alone."""
     rng = random.Random(seed)
     monkeypatch.setattr(scheduler, "_HEADROOM", rng.choice([0, 4, 64]))  # small: more set back
-    bench = random_bench(make_bench, rng)
+    bench = random_bench(make_bench, rng, **(speculation(rng, make_draft) if drafts else {}))
     requests: dict[str, Any] = {}
     aborted: set[str] = set()
     for moment in range(120):
@@ -196,6 +214,8 @@ def test_any_traffic_keeps_the_budget_the_pages_and_the_tokens(
             ended = bench.engine.abort(Abort(rid=rid))
             aborted |= {delta.rid for delta in ended}
             bench.hear(ended)
+        if rng.random() < 0.03:
+            rng.choice([bench.engine.retract, bench.engine.renew])()
         if bench.engine.has_work:
             bench.step()
     bench.run()
@@ -206,6 +226,9 @@ def test_any_traffic_keeps_the_budget_the_pages_and_the_tokens(
             assert got == want[: len(got)]
             continue
         assert got == want, rid
+        if request.return_logprobs:
+            said = [entry for delta in bench.deltas[rid] for entry in delta.logprobs]
+            assert said == output_scores(request.prompt_ids, got)
         if request.return_logprobs and request.logprob_start >= 0:
             said = [entry for delta in bench.deltas[rid] for entry in delta.prompt_logprobs]
             assert said == prompt_scores(request.prompt_ids, request.logprob_start)

@@ -16,6 +16,8 @@ import msgspec
 from tetrarch.config.checkpoint import read_end_ids
 from tetrarch.config.plan import Plan
 from tetrarch.core.errors import RequestError
+from tetrarch.engine.acceptance import Acceptance, SpecStatus
+from tetrarch.engine.adaptive import DraftLengths
 from tetrarch.engine.messages import Abort, Heartbeat
 from tetrarch.engine.output import Output
 from tetrarch.engine.pages import PagePool
@@ -26,7 +28,7 @@ from tetrarch.engine.sequence import Sequence
 from tetrarch.engine.stream import OutputText
 from tetrarch.engine.text import Tokenizer
 from tetrarch.engine.validation import Limits, check_request
-from tetrarch.executor.step import SeqResult
+from tetrarch.executor.step import SeqChunk, SeqResult
 
 __all__ = ["Engine"]
 
@@ -69,6 +71,8 @@ class Engine:
         self._scheduler = Scheduler(plan.schedule, self._pool)
         self._live: dict[str, Output] = {}
         self._num_seen = 0
+        self._lengths = None if plan.spec is None else DraftLengths(plan.spec)
+        self._accepted = (Acceptance(), Acceptance())  # ever, and since the last flush
         self._end_ids = read_end_ids(Path(plan.model.path))
         if tokenizer is not None:
             self._end_ids |= tokenizer.eos_ids
@@ -111,6 +115,7 @@ class Engine:
             if sampling.max_new_tokens is None
             else min(size + sampling.max_new_tokens, self.limits.max_tokens),
             end_ids=own if sampling.ignore_eos else own | self._end_ids,
+            length=None if self._lengths is None else self._lengths.start(),
         )
         text = None
         if (sampling.stop or sampling.stop_regex) and self._tokenizer is not None:
@@ -133,13 +138,13 @@ class Engine:
             return []
         self._note_starts(batch)
         result = self.rank.step(batch.step)
-        self._scheduler.commit(batch)
+        self._scheduler.commit(batch, result)
         self.counters["steps"] += 1
         self.counters["moe_tokens_high_water"] = self.rank.moe_tokens_high_water
         self.counters["num_retracted_reqs"] = self._scheduler.num_retractions
         deltas: list[Delta] = []
-        for seq, outcome in zip(batch.seqs, result.seqs, strict=True):
-            deltas += self._take(self._live[seq.request.rid], outcome)
+        for seq, chunk, outcome in zip(batch.seqs, batch.step.seqs, result.seqs, strict=True):
+            deltas += self._take(self._live[seq.request.rid], chunk, outcome)
         return deltas
 
     @property
@@ -173,6 +178,7 @@ class Engine:
         if not self.is_idle:
             return False
         self._pool.clear()
+        self._accepted = (self._accepted[0], Acceptance())
         return True
 
     def heartbeat(self) -> Heartbeat:
@@ -192,6 +198,7 @@ class Engine:
             is_paused=self.is_paused,
             is_updating=self.rank.weights.is_open,
             num_paused=self.num_paused,
+            spec=self._spec_status(),
         )
 
     def snapshot(self) -> dict[str, Any]:
@@ -204,15 +211,22 @@ class Engine:
             "max_running_requests": self._plan.schedule.max_running_requests,
         }
 
-    def _take(self, output: Output, outcome: SeqResult) -> list[Delta]:
+    def _take(self, output: Output, chunk: SeqChunk, outcome: SeqResult) -> list[Delta]:
         """Let a sequence have its share of a step."""
         seq = output.seq
-        if outcome.failed:
+        if outcome.failed and not chunk.drafts:
             return [self._end(output, _NOT_FINITE, is_bad=True)]
+        if outcome.failed:
+            # A wrong draft may be what is not finite, and a hidden NaN spoils the rows before it.
+            # Without drafts and from clean pages the next steps find out.
+            seq.length = None
+            self._scheduler.set_back(seq, is_bad=True)
         seq.scored += outcome.prompt_logprobs
         before = seq.num_outputs
         finish = output.take(outcome.token_ids, outcome.logprobs, version=self.weight_version)
         self._count(seq, "generation_tokens_total", seq.num_outputs - before)
+        if chunk.drafts:
+            self._count_drafts(output, chunk, outcome, kept=seq.num_outputs - before)
         if seq.num_left == 0:  # nothing was to be generated
             finish = FinishReason(kind="length", length=0)
         if finish is not None:
@@ -233,6 +247,27 @@ class Engine:
                 output.times["scheduled"] = time.monotonic()
                 self._count(seq, "prompt_tokens_total", seq.num_prompt)
                 self._count(seq, "cached_tokens_total", seq.num_cached)
+
+    def _count_drafts(
+        self, output: Output, chunk: SeqChunk, outcome: SeqResult, *, kept: int
+    ) -> None:
+        """Count a verification of which the output has kept so many tokens."""
+        drawn = len(outcome.token_ids)
+        accepted = min(kept, drawn if outcome.failed else drawn - 1)
+        proposed = len(chunk.drafts) if kept == drawn else kept
+        everybody = () if output.seq.request.is_probe else self._accepted
+        for each in (output.acceptance, *everybody):
+            each.add(proposed=proposed, accepted=accepted, tokens=kept)
+        if output.seq.length is not None:
+            output.seq.length.observe(proposed=proposed, accepted=accepted)
+
+    def _spec_status(self) -> SpecStatus | None:
+        if self._lengths is None:
+            return None
+        lifetime, since_flush = self._accepted
+        return SpecStatus(
+            num_steps=self._lengths.current, lifetime=lifetime, since_flush=since_flush
+        )
 
     def _count(self, seq: Sequence, name: str, amount: int = 1) -> None:
         if not seq.request.is_probe:

@@ -13,6 +13,7 @@ import msgspec
 
 from tetrarch.core import errors
 from tetrarch.core.errors import LaunchErrors, TetrarchError
+from tetrarch.engine.acceptance import SpecStatus
 from tetrarch.engine.actions import Action
 from tetrarch.engine.request import Delta, GenerateRequest
 
@@ -130,6 +131,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             `weights_not_loaded` or `kv_released`.
         is_updating: An update by tensors is open, so nothing runs.
         num_paused: Requests that a pause keeps from running.
+        spec: How speculation goes; `None` without.
     """
 
     num_running: int
@@ -145,6 +147,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     is_paused: bool = False
     is_updating: bool = False
     num_paused: int = 0
+    spec: SpecStatus | None = None
 
 
 Inbound = GenerateRequest | Abort | Flush | Snapshot | Shutdown | Action

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Many
 
+from tetrarch.engine.acceptance import Acceptance
 from tetrarch.engine.request import Delta, FinishReason, WeightSpan
 from tetrarch.engine.sequence import Sequence
 from tetrarch.engine.stream import OutputText
@@ -20,6 +21,7 @@ class Output:
     Attributes:
         seq: The inward side.
         times: As in `Delta`.
+        acceptance: Of the drafts that were verified for it.
     """
 
     def __init__(self, seq: Sequence, *, interval: int, text: OutputText | None) -> None:
@@ -37,6 +39,7 @@ class Output:
         self._told_prompt = False
         self._spans: list[WeightSpan] = []
         self.times = {"received": time.monotonic()}
+        self.acceptance = Acceptance()
 
     def take(
         self, token_ids: Many[int], logprobs: Many[TokenLogprob], *, version: str
@@ -87,6 +90,7 @@ class Output:
             num_retractions=seq.num_retractions,
             versions=tuple(self._spans),
             times=dict(self.times),
+            acceptance=self.acceptance.copy() if self.acceptance.num_verifies else None,
         )
 
     def _extend_span(self, version: str) -> None:

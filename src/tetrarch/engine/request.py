@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from tetrarch.engine.acceptance import Acceptance
 from tetrarch.executor.step import TokenLogprob
 
 __all__ = [
@@ -151,6 +152,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         versions: Weight versions of all outputs so far, contiguous.
         times: `received`, `scheduled`, `first_token`, `finished` (monotonic seconds); those
             already known.
+        acceptance: Of all drafts verified so far; `None` before the first verification.
     """
 
     rid: str
@@ -162,3 +164,4 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_retractions: int = 0
     versions: tuple[WeightSpan, ...] = ()
     times: dict[str, float] = {}
+    acceptance: Acceptance | None = None

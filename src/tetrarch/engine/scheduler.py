@@ -4,6 +4,10 @@
 First come, first served: requests are admitted in order of arrival, and nobody overtakes. When
 pages run out, the youngest running request is set back; it keeps its tokens and computes them
 again later.
+
+Drafts are verified and made with the pages that nobody needs in that step, and with fewer pages
+there are fewer drafts: nobody is set back, and no newcomer waits, for the sake of a guess. What
+they took is given back when the step has run, but for the drafts that were right.
 """
 
 from __future__ import annotations
@@ -14,9 +18,10 @@ from dataclasses import dataclass
 
 from tetrarch.config.budget import prompt_allowance
 from tetrarch.config.plan import SchedulePlan
+from tetrarch.core.units import ceil_div
 from tetrarch.engine.pages import PageKey, PagePool
 from tetrarch.engine.sequence import Sequence
-from tetrarch.executor.step import Phase, SeqChunk, Step
+from tetrarch.executor.step import Phase, SeqChunk, SeqResult, Step, StepResult
 
 __all__ = ["Batch", "Scheduler"]
 
@@ -68,8 +73,7 @@ class Scheduler:
             self.waiting.remove(seq)
             return
         if is_bad:
-            self._pool.forget(seq.pages)
-            seq.num_computed = seq.known = 0
+            self._spoil(seq)
         self._stop(seq)
 
     def retract_all(self) -> None:
@@ -92,19 +96,37 @@ class Scheduler:
             work = self._decodes()
         if not work:
             return None
-        chunks = tuple(seq.chunk(count) for seq, count in work)
-        phase = Phase.DECODE if all(_is_decode(chunk) for chunk in chunks) else Phase.PREFILL
+        chunks = tuple(
+            seq.chunk(count, num_drafts=self._reserve_drafts(seq, count)) for seq, count in work
+        )
+        phase = _phase(chunks)
         self._prefilled = phase is Phase.PREFILL
-        num_tokens = sum(count for _, count in work)
+        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         step = Step(phase=phase, seqs=chunks, rank_tokens=(num_tokens,))
         return Batch(step, tuple(seq for seq, _ in work))
 
-    def commit(self, batch: Batch) -> None:
-        """Note that a step has run: its keys and values are in the pages."""
-        for seq, chunk in zip(batch.seqs, batch.step.seqs, strict=True):
-            seq.num_computed += len(chunk.token_ids)
+    def commit(self, batch: Batch, result: StepResult) -> None:
+        """Note that a step has run: its keys and values are in the pages.
+
+        Those of drafts that were wrong are not: they will be written over.
+        """
+        for seq, chunk, outcome in zip(batch.seqs, batch.step.seqs, result.seqs, strict=True):
+            seq.num_computed += len(chunk.token_ids) - _num_wrong(chunk, outcome)
+            seq.drafts = outcome.drafts
+            self._trim(seq)
             if seq.num_computed <= seq.num_prompt:
                 self._learn(seq)
+
+    def set_back(self, seq: Sequence, *, is_bad: bool = False) -> None:
+        """Let a running sequence compute everything again.
+
+        Args:
+            seq: It keeps its tokens.
+            is_bad: As for `remove`.
+        """
+        if is_bad:
+            self._spoil(seq)
+        self._retract(seq)
 
     def _decodes(self) -> _Work:
         """Everyone who has one token left; the oldest get their pages first."""
@@ -184,6 +206,30 @@ class Scheduler:
             seq.pages += self._pool.take(need)
         return True
 
+    def _reserve_drafts(self, seq: Sequence, count: int) -> int:
+        """Find pages for drafts to verify and for drafts to make; return how many to verify.
+
+        The draft's own entries go one token less far than what it proposes. The executor proposes
+        as many as the pages hold.
+        """
+        size, end = self._pool.page_size, seq.num_computed + count
+        useful = seq.num_useful if end == len(seq.tokens) else 0
+        ahead = useful + max(seq.num_wanted - 1, 0) if end == len(seq.tokens) else 0
+        missing = seq.pages_for(end + ahead, page_size=size)
+        seq.pages += self._pool.take(min(missing, self._pool.num_available))
+        return min(useful, len(seq.pages) * size - end)
+
+    def _trim(self, seq: Sequence) -> None:
+        """Give back the pages behind what is computed."""
+        used = ceil_div(seq.num_computed, self._pool.page_size)
+        if used < len(seq.pages):
+            self._pool.release(seq.pages[used:])
+            seq.pages = seq.pages[:used]
+
+    def _spoil(self, seq: Sequence) -> None:
+        self._pool.forget(seq.pages)
+        seq.num_computed = seq.known = 0
+
     def _start(self, seq: Sequence, matched: tuple[int, ...]) -> None:
         self._pool.hold(matched)
         seq.pages, seq.known = matched, len(matched)
@@ -201,6 +247,7 @@ class Scheduler:
         self._pool.release(seq.pages)
         heapq.heappush(self._free_rows, seq.row)
         seq.row, seq.pages, seq.known, seq.num_computed = None, (), 0, 0
+        seq.drafts = ()
         self.running.remove(seq)
 
     def _learn(self, seq: Sequence) -> None:
@@ -220,5 +267,16 @@ def _order(seq: Sequence) -> int:
     return seq.order
 
 
+def _phase(chunks: tuple[SeqChunk, ...]) -> Phase:
+    if not all(_is_decode(chunk) for chunk in chunks):
+        return Phase.PREFILL
+    return Phase.VERIFY if any(chunk.drafts for chunk in chunks) else Phase.DECODE
+
+
 def _is_decode(chunk: SeqChunk) -> bool:
     return len(chunk.token_ids) == len(chunk.samples) and chunk.scoring is None
+
+
+def _num_wrong(chunk: SeqChunk, outcome: SeqResult) -> int:
+    """Rows that compute nothing of the sequence: all behind the one that drew its last token."""
+    return len(chunk.samples) - len(outcome.token_ids)

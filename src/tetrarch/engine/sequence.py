@@ -4,10 +4,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from tetrarch.core.units import ceil_div
+from tetrarch.engine.adaptive import DraftLength
 from tetrarch.engine.request import GenerateRequest
-from tetrarch.executor.step import PromptScoring, SampleSpec, SeqChunk, TokenLogprob
+from tetrarch.executor.step import (
+    DraftWork,
+    PromptScoring,
+    SampleSpec,
+    SeqChunk,
+    TokenLogprob,
+)
 
 __all__ = ["Sequence"]
 
@@ -29,10 +37,19 @@ class Sequence:
         known: How many of the pages are known to the prefix cache.
         num_cached: Prompt tokens found in the cache when it first ran.
         scored: Prompt logprobs so far.
+        length: How many drafts it is worth; `None`: nobody drafts for it.
+        drafts: What the draft believes to come after `tokens`. A proposal only: whatever they
+            are, and whichever weights made them, the output is the same.
     """
 
     def __init__(
-        self, request: GenerateRequest, *, order: int, limit: int, end_ids: frozenset[int]
+        self,
+        request: GenerateRequest,
+        *,
+        order: int,
+        limit: int,
+        end_ids: frozenset[int],
+        length: DraftLength | None = None,
     ) -> None:
         self.request, self.order, self.limit, self.end_ids = request, order, limit, end_ids
         seed = request.sampling.sampling_seed
@@ -46,6 +63,8 @@ class Sequence:
         self.num_cached = 0
         self.num_retractions = 0
         self.scored: list[TokenLogprob] = []
+        self.length = length
+        self.drafts: tuple[int, ...] = ()
         scores = request.return_logprobs and request.logprob_start >= 0
         self._first_score = max(request.logprob_start, 1) if scores else self.num_prompt
 
@@ -83,24 +102,69 @@ class Sequence:
         if self.num_outputs == 0:
             self.scored.clear()
 
-    def chunk(self, count: int) -> SeqChunk:
-        """Return the next `count` tokens as the executor takes them."""
+    @property
+    def num_useful(self) -> int:
+        """How many of the drafts could all be part of the output, and one more token."""
+        return max(0, min(len(self.drafts), self.limit - len(self.tokens) - 1))
+
+    @property
+    def num_wanted(self) -> int:
+        """How many drafts the step after the next one may verify; 0 leaves the draft idle."""
+        if self.length is None:
+            return 0
+        return max(0, min(self.length.current, self.limit - len(self.tokens) - 2))
+
+    def chunk(self, count: int, *, num_drafts: int = 0) -> SeqChunk:
+        """Return the next `count` tokens as the executor takes them, and drafts behind them."""
         assert self.row is not None
         start, end = self.num_computed, self.num_computed + count
         draws = end == len(self.tokens) < self.limit
+        drafts = self.drafts[:num_drafts]
         return SeqChunk(
             row=self.row,
-            token_ids=tuple(self.tokens[start:end]),
+            token_ids=(*self.tokens[start:end], *drafts),
             start=start,
             pages=self.pages,
-            samples=(self._sample(),) if draws else (),
+            samples=self._samples(drafts) if draws else (),
             scoring=self._scoring(start, end),
+            draft=self._work(end),
+        )
+
+    def _work(self, end: int) -> DraftWork | None:
+        if (wanted := self.num_wanted) == 0:
+            return None
+        goes_on = end < len(self.tokens)
+        return DraftWork(
+            next_id=self.tokens[end] if goes_on else None, num_drafts=0 if goes_on else wanted
+        )
+
+    def _samples(self, drafts: tuple[int, ...]) -> tuple[SampleSpec, ...]:
+        """Return how to draw the next token, and the one after each draft if that is right."""
+        first = self._sample()
+        if not drafts:
+            return (first,)
+        least, ends = self.request.sampling.min_new_tokens, tuple(sorted(self.end_ids))
+        return tuple(
+            replace(
+                first,
+                position=first.position + ahead,
+                output_ids=first.output_ids + drafts[:ahead] if self._is_penalized else (),
+                banned_ids=ends if first.position + ahead < least else (),
+            )
+            for ahead in range(len(drafts) + 1)
+        )
+
+    @property
+    def _is_penalized(self) -> bool:
+        sampling = self.request.sampling
+        return (
+            sampling.repetition_penalty != 1.0
+            or sampling.frequency_penalty != 0.0
+            or sampling.presence_penalty != 0.0
         )
 
     def _sample(self) -> SampleSpec:
         request, sampling = self.request, self.request.sampling
-        repeats = sampling.repetition_penalty != 1.0
-        penalized = repeats or sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
         early = self.num_outputs < sampling.min_new_tokens
         return SampleSpec(
             temperature=0.0 if sampling.temperature < _GREEDY_BELOW else sampling.temperature,
@@ -113,8 +177,8 @@ class Sequence:
             logit_bias=tuple(sampling.logit_bias.items()),
             seed=self._seed,
             position=self.num_outputs,
-            prompt_ids=request.prompt_ids if repeats else (),
-            output_ids=self.output_ids if penalized else (),
+            prompt_ids=request.prompt_ids if sampling.repetition_penalty != 1.0 else (),
+            output_ids=self.output_ids if self._is_penalized else (),
             banned_ids=tuple(sorted(self.end_ids)) if early else (),
             top_logprobs=request.top_logprobs if request.return_logprobs else -1,
             logprob_ids=request.logprob_ids if request.return_logprobs else (),
