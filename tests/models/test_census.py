@@ -41,7 +41,7 @@ def census(
     layers: Any = {path: SimpleNamespace(spec=spec) for path in (A, B)}
     contract = contract_for(quantization)
     assert contract is not None
-    return ExpertCensus(layers, ignored, contract)
+    return ExpertCensus(layers, {path: contract for path in (A, B) if path not in ignored})
 
 
 def one(layer: str, part: Part | None, expert: int | None, **how: bool) -> ExpertDestination:

@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from tetrarch.config.drafts import DRAFT
 from tetrarch.config.hardware import Device
 from tetrarch.config.patterns import matches
 from tetrarch.config.support import Finalize, Route
@@ -75,7 +76,11 @@ class ModelPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantPlan:
-    """The contract of the experts, with everything the numbers depend on."""
+    """The contract of the experts, with everything the numbers depend on.
+
+    A draft inherits it once, when it is resolved; only where its weights are stored otherwise, or
+    an operator's pattern exempts them, has it a contract of its own, of the same activations.
+    """
 
     contract: QuantContract
     source: SourceFormat
@@ -83,6 +88,13 @@ class QuantPlan:
     weight_recipe: Recipe  # 4-over-6 of online weights
     activation_recipe: Recipe | None  # 4-over-6 of activations; None: plain exact mode
     fc2_input_scale: float  # per-token factor of the second GEMM's input: 1/2688, or 1.0
+    draft: QuantContract | None = None  # of the draft's experts; None: as any layer's
+
+    def at(self, layer: str) -> QuantPlan:
+        """Return what holds for the expert layer at this HF path."""
+        if self.draft is None or not layer.startswith(DRAFT):
+            return self
+        return replace(self, contract=self.draft, ignored_layers=(), draft=None)
 
     def ignores(self, layer: str) -> bool:
         """Whether the expert layer at this HF path runs unquantized."""
@@ -115,7 +127,6 @@ class SpecPlan:
         max_draft_tokens: The most over all modes, where the number adapts.
         adaptive: Fewer are drafted where few are accepted.
         draft_path: Folder of the draft's weights; `None`: the model's own.
-        quantizes: The draft's experts run under the contract, else in the source's precision.
     """
 
     algorithm: str
@@ -124,7 +135,6 @@ class SpecPlan:
     max_draft_tokens: int = 0
     adaptive: bool = False
     draft_path: str | None = None
-    quantizes: bool = True
 
 
 @dataclass(frozen=True, slots=True)

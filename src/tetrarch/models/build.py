@@ -209,7 +209,9 @@ def build_model(
     dtype: torch.dtype = getattr(torch, plan.model.dtype)
     skeleton = read_skeleton(plan.model.path, dtype=dtype, drafts=plan.spec is not None)
     ignored = frozenset(
-        site.path for site in skeleton.experts if _is_ignored(site.path, plan.quant, skeleton.names)
+        site.path
+        for site in skeleton.experts
+        if _is_ignored(site.path, plan.quant.at(site.path), skeleton.names)
     )
     fuse_norms(skeleton.model, dtype=dtype, device=device)
     scratch = SlotTable()
@@ -219,7 +221,7 @@ def build_model(
         layers[site.path] = build_layer(
             spec,
             plan.experts,
-            plan.quant,
+            plan.quant.at(site.path),
             scratch=scratch,
             ignored=site.path in ignored,
             arena=arena,

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
+from tetrarch.config.drafts import DRAFT
 from tetrarch.core.errors import CheckpointError
 from tetrarch.models.destinations import ExpertDestination
 from tetrarch.models.formats import NVFP4_FORMATS
@@ -25,12 +26,11 @@ class ExpertCensus:
     def __init__(
         self,
         layers: Mapping[str, MoELayer],
-        ignored: Collection[str],
-        contract: QuantContract,
+        contracts: Mapping[str, QuantContract],
     ) -> None:
-        """Expect every matrix and bias of these layers; the contract binds all but `ignored`."""
+        """Expect every matrix and bias of these layers; those without a contract run as stored."""
         self._specs: dict[str, ExpertSpec] = {path: layer.spec for path, layer in layers.items()}
-        self._ignored, self._contract = ignored, contract
+        self._contracts = contracts
         self._claims: dict[_Kind, dict[int, str]] = {
             (path, part, bias): {}
             for path, spec in self._specs.items()
@@ -83,7 +83,9 @@ class ExpertCensus:
             if len(counts) > 1:
                 yield f"{layer}: mixed, {_tally(counts)}"
         bound = Counter(
-            form for layer, form in self.formats().items() if layer not in self._ignored
+            form
+            for layer, form in self.formats().items()
+            if layer in self._contracts and not layer.startswith(DRAFT)
         )
         if len(bound) > 1 and bound.keys() & NVFP4_FORMATS:
             yield f"expert layers: mixed, {_tally(bound)}; exempt some by --fp4-ignored-layers"
@@ -99,12 +101,13 @@ class ExpertCensus:
             CheckpointError: It names a layer, its format and the formats the contract takes.
         """
         for layer, form in self.formats().items():
-            if layer in self._ignored or form in self._contract.sources:
+            contract = self._contracts.get(layer)
+            if contract is None or form in contract.sources:
                 continue
             serialized = form in NVFP4_FORMATS
             raise CheckpointError(
-                f"{self._contract.name} cannot start from experts stored as {form}",
-                why=f"{layer} is; it takes {', '.join(sorted(self._contract.sources))}",
+                f"{contract.name} cannot start from experts stored as {form}",
+                why=f"{layer} is; it takes {', '.join(sorted(contract.sources))}",
                 fix=f"--quantization {'modelopt_fp4' if serialized else 'nvfp4_online'}",
             )
 

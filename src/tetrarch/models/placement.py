@@ -21,12 +21,11 @@ from tetrarch.models.faults import Fault, Faults
 from tetrarch.models.formats import (
     INPUT_SCALES,
     NVFP4_FORMATS,
-    QUANTIZED_FORMATS,
     StoredWeight,
     recognise,
     split_part,
 )
-from tetrarch.models.report import Decoded, Unused
+from tetrarch.models.report import Unused
 from tetrarch.models.sources import Source, TensorHeader, reading_order
 from tetrarch.numerics.contract import Scope, SourceFormat
 
@@ -35,7 +34,6 @@ __all__ = [
     "Placement",
     "Placements",
     "Placer",
-    "decoded",
     "group",
     "place",
     "place_some",
@@ -132,24 +130,6 @@ def place_some(
     return survey.finish_some(source), waiting
 
 
-def decoded(placements: Placements, model: Model) -> tuple[Decoded, ...]:
-    """Return what decoding quantized dense weights costs, by format."""
-    sizes: dict[SourceFormat, list[tuple[int, int]]] = {}
-    for one in placements.weights:
-        if isinstance(one.to, DenseDestination) and one.weight.format in QUANTIZED_FORMATS:
-            slot = model.weights[one.to.name]
-            sizes.setdefault(one.weight.format, []).append((one.weight.num_bytes, slot.nbytes))
-    return tuple(
-        Decoded(
-            format=form,
-            num_weights=len(pairs),
-            stored_bytes=sum(stored for stored, _ in pairs),
-            decoded_bytes=sum(after for _, after in pairs),
-        )
-        for form, pairs in sizes.items()
-    )
-
-
 def group(
     headers: Mapping[str, TensorHeader], drop: Callable[[Unused, str], None] | None = None
 ) -> dict[str, Headers]:
@@ -170,9 +150,16 @@ class _Survey:
 
     def __init__(self, model: Model, quant: QuantPlan, *, drafts: Collection[int]) -> None:
         self._model, self._drafts = model, drafts
-        self._static = any(s.scope is Scope.TENSOR for s in quant.contract.activation_scales)
+        contracts = {
+            path: quant.at(path).contract for path in model.experts if path not in model.ignored
+        }
+        self._static = {
+            path
+            for path, contract in contracts.items()
+            if any(scale.scope is Scope.TENSOR for scale in contract.activation_scales)
+        }
         self._faults = Faults()
-        self._census = ExpertCensus(model.experts, model.ignored, quant.contract)
+        self._census = ExpertCensus(model.experts, contracts)
         self._dense: dict[str, str] = {}  # slot → the weight that fills it
         self._unused: dict[Unused, list[str]] = {}
         self._placed: list[Placement] = []
@@ -287,12 +274,16 @@ class _Survey:
             kept = {part: name for part, name in weight.parts.items() if part not in scales}
             weight = replace(weight, parts=kept)
         # A static input scale is one for all ranks, so each rank sees every expert's.
-        if not isinstance(to, ExpertDestination) or self._static or self._census.is_local(to):
+        if (
+            not isinstance(to, ExpertDestination)
+            or to.layer in self._static
+            or self._census.is_local(to)
+        ):
             self._placed.append(Placement(weight, to))
 
     def _wants_input_scale(self, weight: StoredWeight, to: Destination) -> bool:
-        is_bound = isinstance(to, ExpertDestination) and to.layer not in self._model.ignored
-        return is_bound and self._static and weight.format in NVFP4_FORMATS
+        is_static = isinstance(to, ExpertDestination) and to.layer in self._static
+        return is_static and weight.format in NVFP4_FORMATS
 
     def _no_input_scale(self, weight: StoredWeight, to: Destination) -> str | None:
         if not self._wants_input_scale(weight, to) or any(p in weight.parts for p in INPUT_SCALES):

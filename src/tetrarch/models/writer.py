@@ -88,12 +88,12 @@ class WeightWriter:
         layer = self.model.experts[to.layer]
         ignored = to.layer in self.model.ignored
         if to.layer not in self._stagers:
-            stager = ExpertStager(layer.spec, self._plan, ignored=ignored, layer=to.layer)
+            plan = self._plan.at(to.layer)
+            stager = ExpertStager(layer.spec, plan, ignored=ignored, layer=to.layer)
             self._stagers[to.layer] = stager
         stager = self._stagers[to.layer]
-        packs = self._plan.contract.quantizes_weights and not ignored
         # FP8 becomes BF16 before it becomes NVFP4: so the contract defines online weights.
-        dtype = torch.bfloat16 if packs else layer.spec.dtype
+        dtype = torch.bfloat16 if stager.packs else layer.spec.dtype
         self._put(stager, to, assemble(weight, parts, dtype=dtype, device=layer.spec.device))
         if stager.is_complete:
             experts = self._stagers.pop(to.layer).finish()

@@ -26,6 +26,9 @@ class ExpertStager:
     """Collect a layer's matrices in any order; `finish` returns them under the contract.
 
     Nothing is allocated before the first matrix.
+
+    Attributes:
+        packs: Whether the result is NVFP4.
     """
 
     def __init__(
@@ -40,8 +43,8 @@ class ExpertStager:
             layer: What errors call it.
         """
         self._spec, self._quant, self._layer = spec, quant, layer or "expert layer"
-        self._packs = quant.contract.quantizes_weights and not ignored
-        self._static = self._packs and quant.contract.activations is Activations.PER_TENSOR
+        self.packs = quant.contract.quantizes_weights and not ignored
+        self._static = self.packs and quant.contract.activations is Activations.PER_TENSOR
         self._store: PackedStore | PlainStore | None = None
         self._biases: dict[str, Tensor] = {}
         self._seen: set[tuple[Part, int]] = set()
@@ -147,7 +150,7 @@ class ExpertStager:
     def _open(self) -> PackedStore | PlainStore:
         if self._store is None:
             spec, recipe = self._spec, self._quant.weight_recipe
-            self._store = PackedStore(spec, recipe) if self._packs else PlainStore(spec)
+            self._store = PackedStore(spec, recipe) if self.packs else PlainStore(spec)
         return self._store
 
     def _local(self, expert: int) -> int | None:
@@ -171,7 +174,7 @@ class ExpertStager:
         serialized, contract = isinstance(value, Nvfp4Matrix), self._quant.contract
         kind = "serialized NVFP4" if serialized else "not quantized"
         need = SourceFormat.NVFP4_MODELOPT if serialized else SourceFormat.BF16
-        if self._packs and need not in contract.sources:
+        if self.packs and need not in contract.sources:
             raise CheckpointError(
                 f"{self._layer}: {part} of expert {expert} is {kind}",
                 why=f"{contract.name} does not take that",
