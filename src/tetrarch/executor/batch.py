@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from tetrarch.core.errors import CapacityExceeded
 from tetrarch.core.units import ceil_div
 from tetrarch.executor.step import SeqChunk, Step
 
-__all__ = ["ForwardBatch", "build_batch"]
+__all__ = ["ForwardBatch", "build_batch", "page_table", "place"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,34 +56,66 @@ def build_batch(
             fix="this is a scheduling bug: admission must respect the token budget; report it",
         )
     seqs = step.seqs
-    q_lens = tuple(len(seq.token_ids) for seq in seqs)
-    cu_seqlens = np.zeros(len(seqs) + 1, np.int32)
-    np.cumsum(q_lens, out=cu_seqlens[1:])
-    starts = np.array([seq.start for seq in seqs], np.int64)
-    kv_lens = starts + np.array(q_lens, np.int64)
-    page_table = _page_table(seqs, kv_lens, page_size)
-
-    positions = np.arange(num_tokens) + np.repeat(starts - cu_seqlens[:-1], q_lens)
-    pages = page_table[np.repeat(np.arange(len(seqs)), q_lens), positions // page_size]
-    write_at = pages.astype(np.int64) * page_size + positions % page_size
+    _check_pages(seqs, page_size)
+    q_lens = [len(seq.token_ids) for seq in seqs]
+    positions, attn = place(
+        page_table([seq.pages for seq in seqs]),
+        starts=np.array([seq.start for seq in seqs], np.int64),
+        q_lens=q_lens,
+        page_size=page_size,
+        device=device,
+    )
     token_ids = np.fromiter(
         chain.from_iterable(seq.token_ids for seq in seqs), np.int64, num_tokens
     )
-
     return ForwardBatch(
         token_ids=_tensor(token_ids, device),
-        positions=_tensor(positions, device),
-        attn=AttentionInputs(
-            write_at=_tensor(write_at, device),
-            cu_seqlens_q=_tensor(cu_seqlens, device),
-            kv_lens=_tensor(kv_lens.astype(np.int32), device),
-            page_table=_tensor(page_table, device),
-            q_lens=q_lens,
-            kv_lens_host=tuple(kv_lens.tolist()),
-        ),
-        logits_at=_tensor(_logits_at(seqs, cu_seqlens), device),
+        positions=positions,
+        attn=attn,
+        logits_at=_tensor(_logits_at(seqs, list(accumulate(q_lens, initial=0))), device),
         num_tokens=num_tokens,
         rank_tokens=step.rank_tokens,
+    )
+
+
+def page_table(pages: Sequence[Sequence[int]]) -> NDArray[np.int32]:
+    """Return the pages of R sequences as rows: (R, P), padded with 0."""
+    table = np.zeros((len(pages), max(map(len, pages), default=0)), np.int32)
+    for row, own in zip(table, pages, strict=True):
+        row[: len(own)] = own
+    return table
+
+
+def place(
+    table: NDArray[np.int32],
+    *,
+    starts: NDArray[np.int64],
+    q_lens: Sequence[int],
+    page_size: int,
+    device: torch.device,
+) -> tuple[Tensor, AttentionInputs]:
+    """Lay out the rows of R sequences: their positions (T,), and where their keys go.
+
+    Args:
+        table: (R, P), pages that hold all positions.
+        starts: (R,), position of each sequence's first row.
+        q_lens: Rows of each sequence, R of them.
+        page_size: Positions in a page.
+        device: Where the tensors shall be.
+    """
+    cu_seqlens = np.zeros(len(q_lens) + 1, np.int32)
+    np.cumsum(q_lens, out=cu_seqlens[1:])
+    kv_lens = starts + np.array(q_lens, np.int64)
+    positions = np.arange(cu_seqlens[-1]) + np.repeat(starts - cu_seqlens[:-1], q_lens)
+    pages = table[np.repeat(np.arange(len(q_lens)), q_lens), positions // page_size]
+    write_at = pages.astype(np.int64) * page_size + positions % page_size
+    return _tensor(positions, device), AttentionInputs(
+        write_at=_tensor(write_at, device),
+        cu_seqlens_q=_tensor(cu_seqlens, device),
+        kv_lens=_tensor(kv_lens.astype(np.int32), device),
+        page_table=_tensor(table, device),
+        q_lens=tuple(q_lens),
+        kv_lens_host=tuple(kv_lens.tolist()),
     )
 
 
@@ -91,23 +123,18 @@ def _tensor(array: NDArray[np.generic], device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device)
 
 
-def _page_table(
-    seqs: Sequence[SeqChunk], kv_lens: NDArray[np.int64], page_size: int
-) -> NDArray[np.int32]:
-    table = np.zeros((len(seqs), max(len(seq.pages) for seq in seqs)), np.int32)
-    for index, seq in enumerate(seqs):
-        if (need := ceil_div(int(kv_lens[index]), page_size)) > len(seq.pages):
+def _check_pages(seqs: Sequence[SeqChunk], page_size: int) -> None:
+    for seq in seqs:
+        end = seq.start + len(seq.token_ids)
+        if (need := ceil_div(end, page_size)) > len(seq.pages):
             raise CapacityExceeded(
                 f"row {seq.row} needs {need} pages and holds {len(seq.pages)}",
-                why=f"it ends at position {kv_lens[index]} with {page_size} positions a page",
+                why=f"it ends at position {end} with {page_size} positions a page",
                 fix="this is a scheduling bug: pages are allocated before the step; report it",
             )
-        table[index, : len(seq.pages)] = seq.pages
-    return table
 
 
-def _logits_at(seqs: Sequence[SeqChunk], cu_seqlens: NDArray[np.int32]) -> NDArray[np.int64]:
-    ends = cu_seqlens.tolist()
+def _logits_at(seqs: Sequence[SeqChunk], ends: Sequence[int]) -> NDArray[np.int64]:
     rows: list[int] = []
     for end, seq in zip(ends[1:], seqs, strict=True):
         rows.extend(range(end - len(seq.samples), end))

@@ -17,6 +17,7 @@ from tetrarch.executor.capacity import Capacity, free_bytes, free_host_bytes, kv
 from tetrarch.executor.regions import RegionChange, Regions, RegionState
 from tetrarch.executor.results import step_result
 from tetrarch.executor.smoke import smoke_steps
+from tetrarch.executor.speculate import with_drafts
 from tetrarch.executor.step import Step, StepResult
 from tetrarch.executor.updates import WeightsState
 from tetrarch.executor.weights import WeightStore
@@ -87,7 +88,7 @@ class Executor:
 
     @torch.inference_mode()
     def step(self, step: Step) -> StepResult:
-        """Run one forward and draw the next tokens.
+        """Run one forward, draw the next tokens, and let the draft guess those after them.
 
         Raises:
             CapacityExceeded: The step is larger than the buffers; nothing was computed.
@@ -103,9 +104,19 @@ class Executor:
         self.num_steps += 1
         self.moe_tokens_high_water = max(self.moe_tokens_high_water, sum(batch.rank_tokens))
         found = self._model.forward(
-            batch.token_ids, batch.positions, batch.attn, self._pool, batch.logits_at
+            batch.token_ids,
+            batch.positions,
+            batch.attn,
+            self._pool,
+            batch.logits_at,
+            wants_hidden=any(seq.draft is not None for seq in step.seqs),
         )
-        return step_result(step, found.logits)
+        result = step_result(step, found.logits)
+        if found.hidden is None:
+            return result
+        return with_drafts(
+            self._model, self._pool, step=step, result=result, batch=batch, hidden=found.hidden
+        )
 
     @property
     def state(self) -> str:
