@@ -16,7 +16,9 @@ def test_defaults_that_clients_of_other_engines_expect() -> None:
 
 def test_sglangs_names_of_speculation_mean_the_models_own_layers() -> None:
     algorithm = FLAGS["--speculative-algorithm"].field
-    assert {algorithm.parse(word, spelling="x") for word in ("EAGLE", "NEXTN", "mtp")} == {"mtp"}
+    assert {algorithm.parse(word, spelling="x") for word in ("EAGLE", "NEXTN", "MTP", "mtp")} == {
+        "mtp"
+    }
 
 
 def test_switches_that_only_turn_off_carry_their_value() -> None:

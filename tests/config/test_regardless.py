@@ -23,7 +23,10 @@ from tetrarch.numerics.contract import SourceFormat
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "ranks": ({"tp_size": 2}, "--tp-size 2"),
     "graphs": ({"cuda_graphs": "on"}, "--cuda-graphs on"),
-    "drafts": ({"speculative_algorithm": "mtp"}, "--speculative-algorithm"),
+    "drafts": (
+        {"speculative_algorithm": "mtp", "speculative_num_draft_tokens": 1},
+        "--speculative-num-draft-tokens 1 does not go",
+    ),
     "draft details": ({"speculative_num_steps": 2}, "without --speculative-algorithm"),
     "determinism": ({"deterministic": True}, "--deterministic"),
     "a page": ({"max_prefill_tokens": 8}, "page of 16"),

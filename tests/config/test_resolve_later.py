@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tetrarch.config.plan import GraphPlan, ParallelPlan, Plan
-from tetrarch.core.errors import BudgetTooSmall, ConfigError, TetrarchError, Unsupported
+from tetrarch.core.errors import BudgetTooSmall, TetrarchError, Unsupported
 
 Refusals = Callable[..., list[TetrarchError]]
 
@@ -23,7 +23,6 @@ Refusals = Callable[..., list[TetrarchError]]
         {"cuda_graphs": "on"},
         {"graph_max_batch": 64},
         {"graph_max_prefill_tokens": 2048},
-        {"speculative_algorithm": "mtp"},
         {"deterministic": True},
         {"max_dispatch_tokens": 1024},
         {"fused_finalize": True},
@@ -56,23 +55,6 @@ def test_asking_for_what_is_there_is_no_refusal(
     assert plan.parallel == ParallelPlan(tp=1, dp=1, ep=1)
     assert plan.graphs == GraphPlan(0, 0)
     assert plan.spec is None
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"speculative_num_steps": 3},
-        {"speculative_num_draft_tokens": 4},
-        {"speculative_eagle_topk": 1},
-        {"speculative_draft_model_path": "/d"},
-    ],
-)
-def test_details_of_speculation_need_an_algorithm(
-    refusals: Refusals, settings: dict[str, Any]
-) -> None:
-    (error,) = refusals(**settings)
-    assert isinstance(error, ConfigError)
-    assert "without --speculative-algorithm" in error.what
 
 
 @pytest.mark.parametrize(

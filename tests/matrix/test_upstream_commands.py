@@ -84,7 +84,7 @@ COMMANDS = [
     Command(
         "draft runner unset -> the target's; of a megamoe target trtllm",
         "--moe-runner-backend flashinfer_megamoe --speculative-algorithm NEXTN",
-        ("x flashinfer_megamoe", "--speculative-algorithm mtp is not supported yet"),
+        ("x flashinfer_megamoe",),
     ),
     Command(
         "deterministic -> fused finalize off",

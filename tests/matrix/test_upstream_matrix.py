@@ -248,22 +248,17 @@ A2A = [
     ),
 ]
 
+MTP = {"speculative_algorithm": "mtp"}
 OTHERS = [
-    Case(theirs, ONLINE | settings, words=(words,))
-    for theirs, settings, words in (
-        (
-            "draft quantization unset -> the target's",
-            {"speculative_algorithm": "mtp"},
-            "--speculative-algorithm mtp is not supported yet",
-        ),
-        (
-            "mixed chunk with speculation -> disabled",
-            {"speculative_algorithm": "mtp", "mixed_chunk": True},
-            "--speculative-algorithm mtp is not supported yet",
-        ),
-        ("deterministic: fused finalize -> off", {"deterministic": True}, "--deterministic"),
-        ("fused finalize", {"fused_finalize": True}, "no runner of tetrarch has a fused"),
-    )
+    Case("draft quantization unset -> the target's", ONLINE | MTP, contract=DYNAMIC),
+    Case("mixed chunk with speculation -> disabled", ONLINE | MTP, contract=DYNAMIC),
+    *(
+        Case(theirs, ONLINE | settings, words=(words,))
+        for theirs, settings, words in (
+            ("deterministic: fused finalize -> off", {"deterministic": True}, "--deterministic"),
+            ("fused finalize", {"fused_finalize": True}, "no runner of tetrarch has a fused"),
+        )
+    ),
 ]
 
 

@@ -182,14 +182,28 @@ class EngineArgs:
         Knob(
             "Draft tokens with the model's own MTP layers; not at all when not given",
             choices=("mtp",),
-            synonyms=(("EAGLE", "mtp"), ("NEXTN", "mtp")),
+            synonyms=(("MTP", "mtp"), ("EAGLE", "mtp"), ("NEXTN", "mtp")),
             group="speculation",
         ),
     ] = None
     speculative_draft_model_path: Annotated[
         str | None,
-        Knob("Checkpoint of the draft; the model's own when not given", group="speculation"),
+        Knob(
+            "Folder or hub name of the draft's weights, a whole checkpoint or MTP tensors alone; "
+            "the model's own when not given",
+            group="speculation",
+        ),
     ] = None
+    speculative_draft_quantization: Annotated[
+        str,
+        Knob(
+            "Where the draft's 4-bit weights come from. auto: nvfp4_online binds it as it binds "
+            "the model; else each tensor is what it is. nvfp4_online: quantize it while loading",
+            also=(Alias("--speculative-draft-model-quantization"),),
+            choices=("auto", "nvfp4_online", "modelopt_fp4", "none"),
+            group="speculation",
+        ),
+    ] = "auto"
     speculative_num_steps: Annotated[
         int | None,
         Knob("Draft steps before each verification; auto: 3", group="speculation", at_least=1),
@@ -207,3 +221,11 @@ class EngineArgs:
             at_least=1,
         ),
     ] = None
+    speculative_adaptive: Annotated[
+        bool,
+        Knob(
+            "Draft fewer tokens where few are accepted, so that text which cannot be foreseen is "
+            "not slower than without drafting",
+            group="speculation",
+        ),
+    ] = False

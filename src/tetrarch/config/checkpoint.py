@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
+from tetrarch.config.drafts import DraftScan, scan_draft
 from tetrarch.config.files import field_error, is_file, is_folder, object_in, read_object
 from tetrarch.config.formats import Declared, recognise
 from tetrarch.config.generation import read_chat_defaults
@@ -44,6 +45,7 @@ class Checkpoint:
         kv_quant: What the KV cache was calibrated for, or `None`.
         weights: The tensors, counted; zeros where the folder holds none.
         end_ids: The tokens that end an output.
+        draft: The first MTP layer, where there is one.
     """
 
     path: str
@@ -56,6 +58,7 @@ class Checkpoint:
     kv_quant: str | None
     weights: WeightScan
     end_ids: frozenset[int] = frozenset()
+    draft: DraftScan = DraftScan()
 
     @property
     def is_nvfp4(self) -> bool:
@@ -102,8 +105,12 @@ def read_checkpoint(path: str, headers: Mapping[str, TensorHeader] | None = None
     check_sizes(config, folder / "config.json")
     read_chat_defaults(folder)  # only serving samples by them, but no command shall find it right
     declared = recognise(config, read_object(folder / "hf_quant_config.json"))
-    weights = scan_weights(read_headers(folder) if headers is None else headers)
-    return _checkpoint(folder, config, declared or _undeclared(config, weights), weights)
+    headers = read_headers(folder) if headers is None else headers
+    weights = scan_weights(headers)
+    text = object_in(config, "text_config") or config
+    described = _checkpoint(folder, config, declared or _undeclared(config, weights), weights)
+    draft = scan_draft(headers, num_layers=int(text.get("num_hidden_layers") or 0))
+    return replace(described, draft=draft)
 
 
 def _checkpoint(

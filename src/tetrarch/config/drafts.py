@@ -9,13 +9,24 @@ from __future__ import annotations
 
 import functools
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from tetrarch.config.headers import TensorHeader
+from tetrarch.config.files import is_folder, object_in, read_object
+from tetrarch.config.headers import TensorHeader, no_weights, read_headers
+from tetrarch.core.errors import CheckpointError
 
-__all__ = ["BLOCK", "DRAFT", "DRAFT_COPY", "DraftScan", "draft_place", "scan_draft"]
+__all__ = [
+    "BLOCK",
+    "DRAFT",
+    "DRAFT_COPY",
+    "DraftCheckpoint",
+    "DraftScan",
+    "draft_place",
+    "read_draft",
+    "scan_draft",
+]
 
 DRAFT = "mtp."  # what all our names of a draft begin with
 BLOCK = "layers.0."  # what follows there for the tensors of its block
@@ -78,18 +89,15 @@ class DraftScan:
     Attributes:
         names: Checkpoint's name of each tensor → ours.
         experts: Name of each expert matrix → its type, as the format names it.
+        linears: Types of its other matrices.
     """
 
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     experts: Mapping[str, str] = field(default_factory=dict[str, str])
+    linears: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
         return bool(self.names)
-
-    @property
-    def expert_dtypes(self) -> Counter[str]:
-        """How many expert matrices are of which type."""
-        return Counter(self.experts.values())
 
     @property
     def layers(self) -> frozenset[str]:
@@ -112,9 +120,57 @@ def scan_draft(headers: Mapping[str, TensorHeader], *, num_layers: int) -> Draft
         found = {name for name in found if not name.startswith(numbered)}
     places = {name: draft_place(name, first=num_layers) for name in headers if name in found}
     names = {name: place for name, place in places.items() if place not in (None, DRAFT_COPY)}
-    experts = {
+    matrices = {
         name: headers[name].dtype
         for name in names
-        if ".experts." in name and not any(word in name.rpartition(".")[2] for word in _NOT_VALUES)
+        if not any(word in name.rpartition(".")[2] for word in _NOT_VALUES)
+        and len(headers[name].shape) >= 2
     }
-    return DraftScan({name: str(place) for name, place in names.items()}, experts)
+    experts = {name: dtype for name, dtype in matrices.items() if ".experts." in name}
+    return DraftScan(
+        names={name: str(place) for name, place in names.items()},
+        experts=experts,
+        linears=frozenset(matrices[name] for name in matrices.keys() - experts.keys()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCheckpoint:
+    """A folder that holds a draft: with its target, or alone.
+
+    Attributes:
+        path: The folder.
+        fields: Of its `config.json`, where it has one, those that tell its model.
+        scan: Its first draft layer.
+    """
+
+    path: str
+    fields: Mapping[str, object]
+    scan: DraftScan
+
+
+def read_draft(path: str, *, num_layers: int) -> DraftCheckpoint:
+    """Describe a folder that was named as a draft's.
+
+    Args:
+        path: The folder.
+        num_layers: Of the target.
+
+    Raises:
+        CheckpointError: There is no such folder, it holds no weights, or a file is damaged.
+    """
+    folder = Path(path)
+    if not is_folder(folder):
+        raise CheckpointError(
+            f"there is no draft folder {path!r}",
+            why="--speculative-draft-model-path names a checkpoint, or a folder with MTP tensors",
+            fix="check the path",
+        )
+    headers = read_headers(folder)
+    if not headers:
+        raise no_weights(folder)
+    config = read_object(folder / "config.json") or {}
+    text = object_in(config, "text_config")
+    sources = {"model_type": config, "hidden_size": text or config, "vocab_size": text or config}
+    fields = {key: source[key] for key, source in sources.items() if key in source}
+    return DraftCheckpoint(path, fields, scan_draft(headers, num_layers=num_layers))

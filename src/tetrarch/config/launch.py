@@ -9,6 +9,7 @@ from pathlib import Path
 from tetrarch.config.args import LaunchArgs
 from tetrarch.config.checkpoint import demo_model_path, read_checkpoint
 from tetrarch.config.cli import Reading
+from tetrarch.config.drafts import read_draft
 from tetrarch.config.hardware import Device, detect
 from tetrarch.config.ledger import Ledger
 from tetrarch.config.plan import ModelFacts, Plan
@@ -42,10 +43,14 @@ def plan_launch(
     found = ledger.attempt(lambda: device or detect(args.device))
     checkpoint = ledger.attempt(lambda: read_checkpoint(_folder(args, fetch)))
     facts = ledger.attempt(lambda: describe(checkpoint.path)) if checkpoint else None
+    path, draft = args.speculative_draft_model_path, None
+    if facts is not None and path is not None and args.speculative_algorithm is not None:
+        layers = facts.num_layers
+        draft = ledger.attempt(lambda: read_draft(str(fetch(path)), num_layers=layers))
     if found is None or checkpoint is None or facts is None:
         more = refused_regardless(args, checkpoint=checkpoint, facts=facts, device=found)
         raise LaunchErrors([*ledger.errors, *more])
-    return resolve(args, checkpoint, facts, found, earlier=ledger.errors)
+    return resolve(args, checkpoint, facts, found, draft=draft, earlier=ledger.errors)
 
 
 def _folder(args: LaunchArgs, fetch: Callable[[str], str | Path]) -> str:

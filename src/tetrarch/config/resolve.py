@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from tetrarch.config.args import LaunchArgs
 from tetrarch.config.budget import token_budget
 from tetrarch.config.checkpoint import Checkpoint
+from tetrarch.config.drafts import DraftCheckpoint
 from tetrarch.config.hardware import Device
 from tetrarch.config.ledger import Ledger
 from tetrarch.config.plan import ExpertPlan, ModelFacts, Plan
@@ -21,11 +22,11 @@ from tetrarch.config.resolve_later import (
     resolve_deterministic,
     resolve_graphs,
     resolve_parallel,
-    resolve_speculation,
 )
 from tetrarch.config.resolve_model import resolve_model, resolve_serve
 from tetrarch.config.resolve_quant import resolve_quant
 from tetrarch.config.resolve_schedule import resolve_memory, resolve_schedule
+from tetrarch.config.resolve_spec import resolve_draft_quant, resolve_speculation
 from tetrarch.core.errors import LaunchErrors, TetrarchError
 
 __all__ = ["resolve"]
@@ -37,6 +38,7 @@ def resolve(
     facts: ModelFacts,
     device: Device,
     *,
+    draft: DraftCheckpoint | None = None,
     earlier: Sequence[TetrarchError] = (),
 ) -> Plan:
     """Decide everything.
@@ -46,6 +48,7 @@ def resolve(
         checkpoint: What the checkpoint is.
         facts: What the model is.
         device: What it runs on.
+        draft: What another checkpoint of the draft is, where one was named.
         earlier: What was wrong with the settings themselves; raised with ours.
 
     Raises:
@@ -54,25 +57,34 @@ def resolve(
     ledger = Ledger(earlier)
     first = f", the first of {device.num_devices}" if device.num_devices > 1 else ""
     ledger.decide("device", device.torch_device, f"{device.arch}, {device.name}{first}")
-    plan = ledger.attempt(lambda: _decide(args, checkpoint, facts, device, ledger))
+    plan = ledger.attempt(lambda: _decide(args, checkpoint, facts, device, ledger, draft=draft))
     if plan is None or ledger.errors:
         raise LaunchErrors(ledger.errors)
     return plan
 
 
 def _decide(
-    args: LaunchArgs, checkpoint: Checkpoint, facts: ModelFacts, device: Device, ledger: Ledger
+    args: LaunchArgs,
+    checkpoint: Checkpoint,
+    facts: ModelFacts,
+    device: Device,
+    ledger: Ledger,
+    *,
+    draft: DraftCheckpoint | None,
 ) -> Plan | None:
     model = resolve_model(args, checkpoint, facts, ledger)
     serve = resolve_serve(args, model, ledger)
     parallel = resolve_parallel(args, ledger)
-    spec = resolve_speculation(args, ledger)
+    spec = resolve_speculation(args, checkpoint, facts, ledger, draft=draft)
     graphs = resolve_graphs(args, spec, ledger)
     deterministic = resolve_deterministic(args, ledger)
     schedule = resolve_schedule(args, spec, device, ledger)
     memory = resolve_memory(args, model, device, schedule, ledger)
     threads = resolve_threads(args, parallel, device, ledger)
     quant = resolve_quant(args, checkpoint, facts, ledger)
+    if spec is not None:
+        scan = checkpoint.draft if draft is None else draft.scan
+        quant = resolve_draft_quant(args, scan, quant, ledger)
     route = ledger.attempt(lambda: resolve_route(args, quant, device, ledger))
     budget = ledger.attempt(
         lambda: token_budget(

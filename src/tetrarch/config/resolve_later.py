@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settle ranks, speculation and graphs: declared, sized for, and refused until they exist.
+"""Settle ranks, graphs and determinism: declared, sized for, and refused until they exist.
 
 What is refused is carried on as it was asked for, so that whatever else it breaks is reported too.
 """
@@ -11,9 +11,7 @@ from tetrarch.config.ledger import Ledger
 from tetrarch.config.plan import GraphPlan, ParallelPlan, SpecPlan
 from tetrarch.core.errors import ConfigError, Unsupported
 
-__all__ = ["resolve_deterministic", "resolve_graphs", "resolve_parallel", "resolve_speculation"]
-
-_STEPS = 3  # drafted before each verification
+__all__ = ["resolve_deterministic", "resolve_graphs", "resolve_parallel"]
 
 
 def _not_yet(what: str, why: str) -> Unsupported:
@@ -40,42 +38,6 @@ def resolve_parallel(args: LaunchArgs, ledger: Ledger) -> ParallelPlan:
         dp=args.dp_size,
         ep=args.ep_size or 1,
         max_dispatch_tokens=args.max_dispatch_tokens,
-    )
-
-
-def resolve_speculation(args: LaunchArgs, ledger: Ledger) -> SpecPlan | None:
-    """Settle drafting; everything that counts tokens takes the result."""
-    details = {
-        "--speculative-num-steps": args.speculative_num_steps,
-        "--speculative-eagle-topk": args.speculative_eagle_topk,
-        "--speculative-num-draft-tokens": args.speculative_num_draft_tokens,
-        "--speculative-draft-model-path": args.speculative_draft_model_path,
-    }
-    said = [flag for flag, value in details.items() if value is not None]
-    if args.speculative_algorithm is not None:
-        ledger.refuse(
-            _not_yet(
-                f"--speculative-algorithm {args.speculative_algorithm}",
-                "drafting and verification are not part of tetrarch yet",
-            )
-        )
-    elif said:
-        ledger.refuse(
-            ConfigError(
-                f"{' and '.join(said)} without --speculative-algorithm",
-                why="nothing is drafted, so it would have no effect",
-                fix="leave it out",
-            )
-        )
-    for flag in ("--speculative-algorithm", *details):
-        ledger.decide(flag.removeprefix("--").replace("-", "_"), "not used", "nothing is drafted")
-    if args.speculative_algorithm is None:
-        return None
-    steps = args.speculative_num_steps or _STEPS
-    return SpecPlan(
-        algorithm=args.speculative_algorithm,
-        num_steps=steps,
-        num_draft_tokens=args.speculative_num_draft_tokens or steps + 1,
     )
 
 

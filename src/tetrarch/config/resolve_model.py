@@ -49,8 +49,6 @@ def resolve_model(
         )
     if checkpoint.kv_quant:
         ledger.decide("kv_cache_dtype", dtype, f"{checkpoint.kv_quant} scales are not used")
-    if facts.num_mtp_layers:
-        ledger.decide("mtp_layers", "not loaded", "speculation is off")
     _report_dense(checkpoint, dtype, ledger)
     return ModelPlan(
         path=checkpoint.path,
