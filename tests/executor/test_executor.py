@@ -4,85 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from tetrarch.attention.pool import KVPool
-from tetrarch.attention.types import AttentionInputs, AttentionSite
 from tetrarch.config.plan import Plan
 from tetrarch.core.errors import CapacityExceeded, CheckpointError, ConfigError
 from tetrarch.executor.executor import Executor
 from tetrarch.executor.step import Phase, SampleSpec, SeqChunk, Step
-from tetrarch.executor.weights import WeightStore
-from tetrarch.memory.slots import Region, SlotTable
-from tetrarch.models.build import Forward
+from tetrarch.memory.slots import Region
 
 MakePlan = Callable[..., Plan]
 Serve = Callable[..., list[list[int]]]
 GREEDY = SampleSpec(temperature=0.0)
-VOCAB, PAGE = 97, 4
-
-
-def next_token(history: Sequence[int]) -> int:
-    """What `HistoryModel` says next: a polynomial of all tokens, so that none can be missed."""
-    value = 1
-    for token in history:
-        value = (value * 31 + token + 1) % 1_000_003
-    return value % VOCAB
-
-
-class HistoryModel:
-    """Writes token ids where keys go, and predicts from what it reads back through the pages."""
-
-    def __init__(self, *, broken: bool = False) -> None:
-        self.sites = (
-            AttentionSite(
-                index=0, name="attn", num_kv_heads=1, key_dim=1, value_dim=1, latent=False
-            ),
-        )
-        self.weights, self.scratch = SlotTable(), SlotTable()
-        self.experts: dict[str, Any] = {}
-        self.dtype = torch.float32
-        self.broken = broken
-        self.forwards: list[int] = []
-
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        attn: AttentionInputs,
-        pool: KVPool,
-        logits_at: Tensor,
-    ) -> Forward:
-        self.forwards.append(len(token_ids))
-        slots = pool.key(0).view(-1)
-        slots[attn.write_at] = token_ids.float()
-        bounds = attn.cu_seqlens_q.tolist()
-        logits = torch.zeros(len(logits_at), VOCAB)
-        for i, row in enumerate(logits_at.tolist()):
-            seq = next(s for s in range(len(attn.q_lens)) if bounds[s] <= row < bounds[s + 1])
-            kept = int(positions[row]) + 1
-            at = [int(attn.page_table[seq, p // PAGE]) * PAGE + p % PAGE for p in range(kept)]
-            logits[i, next_token([int(t) for t in slots[at].tolist()])] = 1.0
-        return Forward(logits * torch.nan if self.broken else logits)
-
-
-@pytest.fixture
-def history_model(monkeypatch: pytest.MonkeyPatch) -> HistoryModel:
-    model = HistoryModel()
-    room = "tetrarch.executor.executor."
-    monkeypatch.setattr(room + "build_model", lambda plan, **_: model)
-    monkeypatch.setattr(WeightStore, "load", lambda *_: SimpleNamespace())
-    return model
-
-
-@pytest.fixture
-def executor(history_model: HistoryModel, make_plan: MakePlan) -> Executor:
-    return Executor(make_plan())
 
 
 def chunk(row: int, history: Sequence[int], *, start: int, pages: Sequence[int]) -> SeqChunk:
@@ -106,30 +40,30 @@ PROMPTS = [[5, 3, 8], list(range(40, 61)), [9], [7] * 13]
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 4, 7, 32])
 def test_chunks_mixed_with_decodes_see_the_whole_history(
-    executor: Executor, serve: Serve, chunk_tokens: int
+    executor: Executor, history_model: Any, serve: Serve, chunk_tokens: int
 ) -> None:
     expected: list[list[int]] = []
     for prompt in PROMPTS:
         history = list(prompt)
         for _ in range(9):
-            history.append(next_token(history))
+            history.append(history_model.next_token(history))
         expected.append(history[len(prompt) :])
     assert serve(executor, PROMPTS, num_new=9, chunk_tokens=chunk_tokens) == expected
 
 
-def test_a_stale_key_changes_the_tokens(executor: Executor) -> None:
+def test_a_stale_key_changes_the_tokens(executor: Executor, history_model: Any) -> None:
     """Negative control: the same step over a page that another sequence wrote."""
     history = [5, 3, 8, 1, 2]
     executor.step(step_of(chunk(0, history[:4], start=0, pages=[3])))
     right = executor.step(step_of(chunk(0, history, start=4, pages=[3, 4])))
-    assert right.seqs[0].token_ids == (next_token(history),)
+    assert right.seqs[0].token_ids == (history_model.next_token(history),)
     executor.step(step_of(chunk(1, [5, 3, 9, 1], start=0, pages=[3])))
     stale = executor.step(step_of(chunk(0, history, start=4, pages=[3, 4])))
-    assert stale.seqs[0].token_ids == (next_token([5, 3, 9, 1, 2]),)
+    assert stale.seqs[0].token_ids == (history_model.next_token([5, 3, 9, 1, 2]),)
     assert stale != right
 
 
-def test_an_idle_step_runs_nothing(executor: Executor, history_model: HistoryModel) -> None:
+def test_an_idle_step_runs_nothing(executor: Executor, history_model: Any) -> None:
     before = len(history_model.forwards)
     result = executor.step(Step(phase=Phase.IDLE, seqs=(), rank_tokens=(0,)))
     assert (result.seqs, len(history_model.forwards)) == ((), before)
@@ -137,24 +71,20 @@ def test_an_idle_step_runs_nothing(executor: Executor, history_model: HistoryMod
 
 
 def test_smallest_and_largest_forwards_run_before_the_executor_is_ready(
-    executor: Executor, history_model: HistoryModel
+    executor: Executor, history_model: Any
 ) -> None:
     """One token, 8 running requests, the whole budget of 40; none of them is counted."""
     assert history_model.forwards == [1, 8, 40]
     assert executor.num_steps == 0
 
 
-def test_logits_that_are_not_finite_stop_the_start(
-    history_model: HistoryModel, make_plan: MakePlan
-) -> None:
+def test_logits_that_are_not_finite_stop_the_start(history_model: Any, make_plan: MakePlan) -> None:
     history_model.broken = True
     with pytest.raises(CheckpointError, match="not finite"):
         Executor(make_plan())
 
 
-def test_a_step_beyond_the_budget_computes_nothing(
-    executor: Executor, history_model: HistoryModel
-) -> None:
+def test_a_step_beyond_the_budget_computes_nothing(executor: Executor, history_model: Any) -> None:
     before = len(history_model.forwards)
     with pytest.raises(CapacityExceeded, match="41 tokens, buffers for 40"):
         executor.step(step_of(chunk(0, [1] * 41, start=0, pages=range(11))))
@@ -168,8 +98,8 @@ def test_counters_keep_the_largest_step(executor: Executor) -> None:
 
 
 def test_memory_is_reported_by_region(executor: Executor) -> None:
-    """256 tokens of one key and one value in FP32."""
-    assert executor.memory == {Region.WEIGHTS: 0, Region.KV_CACHE: 256 * 8, "scratch": 0}
+    """256 tokens of two layers' keys and values in FP32."""
+    assert executor.memory == {Region.WEIGHTS: 0, Region.KV_CACHE: 256 * 16, "scratch": 0}
     assert executor.capacity.max_total_tokens == 256
 
 

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from tetrarch.executor.results import step_result
@@ -74,6 +77,42 @@ def test_a_broken_row_fails_its_sequence_and_no_other() -> None:
         results = step_result(STEP, logits).seqs
         assert [result.failed for result in results] == [i == owner for i in range(4)]
         assert all(results[i] == whole[i] for i in range(4) if i != owner)
+
+
+VERIFY = seq(GREEDY, LOGPROBS, LOGPROBS)  # drafts 3 and 2
+
+
+@pytest.mark.parametrize(
+    ("best", "accepted"), [([1, 3, 2], 1), ([3, 4, 2], 2), ([3, 2, 5], 3), ([2, 3, 2], 1)]
+)
+def test_drafts_are_accepted_up_to_the_first_wrong_one(best: list[int], accepted: int) -> None:
+    asks = replace(VERIFY, samples=(LOGPROBS,) * 3)
+    logits = logits_with([0, *best, 1])
+    exact = logits.double().log_softmax(-1)
+    first, result, last = step_result(step_of(seq(GREEDY), asks, seq(GREEDY)), logits).seqs
+    assert result.token_ids == tuple(best[:accepted])
+    assert (first.token_ids, last.token_ids) == ((0,), (1,))
+    assert len(result.logprobs) == accepted
+    for row, answer in enumerate(result.logprobs, start=1):
+        assert (answer.token_id, answer.top[0][0]) == (best[row - 1], best[row - 1])
+        assert abs(answer.logprob - exact[row, answer.token_id]) < 1e-6
+        assert abs(answer.picked[0][1] - exact[row, 4]) < 1e-6
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_what_is_drawn_before_a_broken_row_is_good(broken: int) -> None:
+    logits = logits_with([3, 2, 5])
+    logits[broken, 1] = torch.nan
+    (result,) = step_result(step_of(VERIFY), logits).seqs
+    assert result.failed
+    assert result.token_ids == (3, 2, 5)[:broken]
+
+
+def test_a_broken_row_behind_a_wrong_draft_does_not_matter() -> None:
+    logits = logits_with([1, 2, 5])
+    logits[1:] = torch.nan
+    (result,) = step_result(step_of(VERIFY), logits).seqs
+    assert (result.token_ids, result.failed) == ((1,), False)
 
 
 def test_a_step_that_wants_nothing_returns_empty_results() -> None:
