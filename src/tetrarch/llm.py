@@ -21,6 +21,7 @@ from tetrarch.config.launch import plan_launch
 from tetrarch.config.plan import Plan
 from tetrarch.core.errors import EngineDead, RequestError
 from tetrarch.core.progress import NoProgress, Progress
+from tetrarch.engine.acceptance import Acceptance
 from tetrarch.engine.connection import Connection
 from tetrarch.engine.messages import Abort
 from tetrarch.engine.offline import (
@@ -65,6 +66,7 @@ class Output:
         logprobs: One per token, if asked for.
         prompt_logprobs: One per scored prompt token, if asked for.
         num_cached: Prompt tokens that the prefix cache held.
+        acceptance: What drafts have brought; `None` where none was verified.
     """
 
     prompt_index: int
@@ -76,6 +78,7 @@ class Output:
     logprobs: tuple[TokenLogprob, ...]
     prompt_logprobs: tuple[TokenLogprob, ...]
     num_cached: int
+    acceptance: Acceptance | None = None
 
 
 class LLM:
@@ -283,4 +286,5 @@ class _Job:
             logprobs=tuple(self._logprobs),
             prompt_logprobs=tuple(self._prompt_logprobs),
             num_cached=self._last.num_cached,
+            acceptance=self._last.acceptance,
         )

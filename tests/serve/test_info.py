@@ -6,6 +6,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from tetrarch.engine.acceptance import Acceptance, SpecStatus
+
 if TYPE_CHECKING:
     import pytest
 
@@ -64,6 +66,30 @@ def test_server_info_holds_plan_sizes_and_state(server: ScriptedServer) -> None:
     assert state["disaggregation_mode"] == info["disaggregation_mode"] == "null"
     assert 0 < info["startup_time"] == server.door.metrics.startup_s
     assert server.http.get("/get_server_info").json()["version"] == info["version"]
+
+
+def test_server_info_says_how_drafts_have_gone(server: ScriptedServer) -> None:
+    [state] = server.http.get("/server_info").json()["internal_states"]
+    assert "avg_spec_accept_length" not in state
+    lifetime = Acceptance(
+        num_verifies=10, num_tokens=25, num_proposed=30, num_accepted=15, histogram=[3, 3, 2, 2]
+    )
+    recent = Acceptance(num_verifies=2, num_tokens=6, num_proposed=6, num_accepted=4)
+    for since_flush, mean in ((recent, 3.0), (Acceptance(), 2.5)):
+        server.told(spec=SpecStatus(num_steps=3, lifetime=lifetime, since_flush=since_flush))
+        [state] = server.http.get("/server_info").json()["internal_states"]
+        assert state["avg_spec_accept_length"] == mean
+        assert state["speculation"]["lifetime"] == {
+            "num_verifies": 10,
+            "num_tokens": 25,
+            "num_proposed": 30,
+            "num_accepted": 15,
+            "histogram": [3, 3, 2, 2],
+            "length": 2.5,
+            "rate": 0.5,
+        }
+        assert state["speculation"]["since_flush"]["num_accepted"] == since_flush.num_accepted
+    server.told(spec=None)
 
 
 def test_the_command_line_is_shown_without_its_keys(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tetrarch.engine.acceptance import Acceptance
 from tetrarch.engine.request import (
     Delta,
     FinishReason,
@@ -49,6 +50,23 @@ def test_a_running_output_has_counts_and_no_reason(server: ScriptedServer) -> No
         "weight_version": "v7",
         "num_retractions": 0,
         "dp_rank": 0,
+    }
+
+
+def test_a_finished_output_says_how_its_drafts_have_gone(server: ScriptedServer) -> None:
+    found = Acceptance(
+        num_verifies=4, num_tokens=10, num_proposed=12, num_accepted=6, histogram=[1, 0, 3]
+    )
+    running = meta_info(server.door, output(server, token_ids=(8,), acceptance=found))
+    assert not any(key.startswith("spec_") for key in running)
+    info = meta_info(server.door, output(server, finish=LENGTH, acceptance=found))
+    assert {key: value for key, value in info.items() if key.startswith("spec_")} == {
+        "spec_accept_length": 2.5,
+        "spec_accept_rate": 0.5,
+        "spec_verify_ct": 4,
+        "spec_num_correct_drafts": 6,
+        "spec_num_proposed_drafts": 12,
+        "spec_correct_drafts_histogram": [1, 0, 3],
     }
 
 

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tetrarch.engine.acceptance import Acceptance, SpecStatus
 from tetrarch.engine.messages import Heartbeat
 from tetrarch.engine.request import Delta, FinishReason, GenerateRequest, SamplingParams
 from tetrarch.serve import metrics as module
@@ -61,6 +63,25 @@ def test_the_engines_numbers_keep_the_names_that_dashboards_read() -> None:
     assert 'sglang:cached_tokens_total{cache_source="device",model_name="demo"} 3.0' in text
     assert "# TYPE sglang:prompt_tokens_total counter" in text
     assert "# TYPE sglang:num_running_reqs gauge" in text
+
+
+def test_speculation_has_means_since_the_flush_and_totals_since_the_start() -> None:
+    lifetime = Acceptance(num_verifies=10, num_tokens=25, num_proposed=30, num_accepted=15)
+    recent = Acceptance(num_verifies=2, num_tokens=6, num_proposed=6, num_accepted=4)
+    spec = SpecStatus(num_steps=3, lifetime=lifetime, since_flush=recent)
+    text = Metrics("demo").render(msgspec.structs.replace(LOAD, spec=spec)).decode()
+    for name, value in {
+        "sglang:spec_accept_length": 3.0,
+        "sglang:spec_accept_rate": 4 / 6,
+        "sglang:spec_num_steps": 3.0,
+        "sglang:spec_num_draft_tokens": 4.0,
+        "sglang:spec_verify_calls_total": 10.0,
+        "tetrarch:spec_verified_tokens_total": 25.0,
+        "tetrarch:spec_proposed_drafts_total": 30.0,
+        "tetrarch:spec_accepted_drafts_total": 15.0,
+    }.items():
+        assert f'{name}{{model_name="demo"}} {value}' in text
+    assert "spec_" not in Metrics("demo").render(LOAD).decode()
 
 
 def test_a_stream_is_timed_token_by_token(clock: Clock) -> None:

@@ -23,7 +23,7 @@ from tetrarch.config.plan import Plan
 from tetrarch.core.log import configure_logging
 from tetrarch.core.progress import Progress
 from tetrarch.engine.request import SamplingParams
-from tetrarch.llm import LLM, Logprobs
+from tetrarch.llm import LLM, Logprobs, Output
 from tetrarch.models.describe import describe
 from tetrarch.models.fetch import fetch
 
@@ -42,6 +42,7 @@ class Score:
         answer_nll: Nats per token of the reference solutions.
         num_answer_tokens: Tokens behind `answer_nll`.
         tokens_per_s: Output tokens a second while generating.
+        spec_accept_length: Tokens that a verification of drafts yielded; `None` without any.
     """
 
     num_problems: int
@@ -49,6 +50,7 @@ class Score:
     answer_nll: float
     num_answer_tokens: int
     tokens_per_s: float
+    spec_accept_length: float | None = None
 
 
 def run(reading: Reading) -> int:
@@ -91,7 +93,15 @@ def measure(llm: LLM, problems: Sequence[Problem], *, progress: Progress) -> Sco
         answer_nll=sum(nlls) / len(nlls),
         num_answer_tokens=len(nlls),
         tokens_per_s=round(sum(len(output.token_ids) for output in outputs) / seconds, 1),
+        spec_accept_length=_accept_length(outputs),
     )
+
+
+def _accept_length(outputs: Sequence[Output]) -> float | None:
+    found = [output.acceptance for output in outputs if output.acceptance is not None]
+    if not found:
+        return None
+    return sum(one.num_tokens for one in found) / sum(one.num_verifies for one in found)
 
 
 def _solution_nlls(

@@ -18,10 +18,10 @@ from tetrarch.serve.fields import Ignored, Meta
 from tetrarch.serve.reply import relay, relay_update
 from tetrarch.serve.weights import (
     AbortFirst,
+    Choice,
     LastCall,
-    Selector,
     Version,
-    check_selector,
+    choose,
 )
 
 __all__ = [
@@ -77,7 +77,7 @@ class DistributedBody(msgspec.Struct, kw_only=True, frozen=True):
     flush_cache: LastCall = None
     abort_all_requests: AbortFirst = None
     weight_version: Version = None
-    selector: Selector = None
+    selector: Choice = None
     torch_empty_cache: Ignored = None
 
 
@@ -113,7 +113,7 @@ async def destroy_weights_update_group(door: Door, http: Request) -> Response:
 async def update_weights_from_distributed(door: Door, http: Request) -> Response:
     """Receive tensors by broadcast, then do as /update_weights_from_tensor."""
     body = await read_control(http, DistributedBody)
-    check_selector(body.selector)
+    selector = choose(door, body.selector)
     for name, listed in (("dtypes", body.dtypes), ("shapes", body.shapes)):
         if len(listed) != len(body.names):
             raise RequestError(
@@ -132,5 +132,6 @@ async def update_weights_from_distributed(door: Door, http: Request) -> Response
         weight_version=body.weight_version,
         flush_cache=body.flush_cache is not False,
         abort_all_requests=bool(body.abort_all_requests),
+        selector=selector,
     )
     return await relay_update(door, message, source="distributed")

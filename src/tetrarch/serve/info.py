@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from tetrarch.config.args import LaunchArgs
 from tetrarch.core.knob import knobs
+from tetrarch.engine.acceptance import SpecStatus
 from tetrarch.serve.body import json_response
 from tetrarch.serve.door import Door
 
@@ -99,6 +100,7 @@ async def server_info(door: Door, _: Request) -> Response:
         "decode_cuda_graph_memory_gb": 0.0,
         "num_used_tokens": load.num_used_tokens,
         "counters": load.counters,
+        **_speculation(load.spec),
     }
     return json_response(
         {
@@ -124,7 +126,7 @@ async def server_info(door: Door, _: Request) -> Response:
 
 def _flags(door: Door) -> dict[str, Any]:
     """The plan under the names of the flags of SGLang, whose clients compare them."""
-    plan = door.plan
+    plan, spec = door.plan, door.plan.spec
     contract = plan.quant.contract
     return {
         "model_path": door.model_path,
@@ -160,9 +162,27 @@ def _flags(door: Door) -> dict[str, Any]:
         "incremental_streaming_output": plan.serve.incremental_streaming,
         "allow_auto_truncate": plan.serve.allow_auto_truncate,
         "enable_deterministic_inference": plan.deterministic,
+        "speculative_algorithm": spec.algorithm if spec else None,
+        "speculative_num_steps": spec.num_steps if spec else None,
+        "speculative_eagle_topk": 1 if spec else None,
+        "speculative_num_draft_tokens": spec.num_draft_tokens if spec else None,
         "disaggregation_mode": "null",
         "api_key": MASK if plan.serve.api_key else None,
         "admin_api_key": MASK if plan.serve.admin_api_key else None,
+    }
+
+
+def _speculation(spec: SpecStatus | None) -> dict[str, Any]:
+    """Return how drafts have gone; a benchmark flushes before it begins, and reads the mean."""
+    if spec is None:
+        return {}
+    recent = spec.since_flush if spec.since_flush.num_verifies else spec.lifetime
+    return {
+        "avg_spec_accept_length": recent.length,
+        "speculation": {
+            name: {**msgspec.to_builtins(found), "length": found.length, "rate": found.rate}
+            for name, found in (("lifetime", spec.lifetime), ("since_flush", spec.since_flush))
+        },
     }
 
 

@@ -15,7 +15,7 @@ from tetrarch.serve.body import json_response, read_control
 from tetrarch.serve.door import Door
 from tetrarch.serve.fields import Ignored, Meta
 from tetrarch.serve.reply import relay, reply_response
-from tetrarch.serve.weights import Selector, check_selector
+from tetrarch.serve.weights import Choice, choose
 
 __all__ = [
     "CheckBody",
@@ -49,7 +49,7 @@ class CheckBody(msgspec.Struct, kw_only=True, frozen=True):
     skip_tensor_list: Annotated[
         list[str] | None, Meta(description="Names that compare leaves out.")
     ] = None
-    selector: Selector = None
+    selector: Choice = None
     allow_quant_error: Ignored = None
 
 
@@ -71,10 +71,15 @@ async def get_weights_by_name(door: Door, http: Request) -> Response:
 async def weights_checker(door: Door, http: Request) -> Response:
     """Compare weights by digest, here or with what `tetrarch checksum` says of a folder."""
     body = await read_control(http, CheckBody)
-    check_selector(body.selector)
+    selector = choose(door, body.selector)
     action: WeightCheck = body.action or "checksum"
     reply = await door.client.call(
-        partial(CheckWeights, action=action, skip=tuple(body.skip_tensor_list or ()))
+        partial(
+            CheckWeights,
+            action=action,
+            skip=tuple(body.skip_tensor_list or ()),
+            selector=selector,
+        )
     )
     if action != "checksum" or not reply.ok:
         return reply_response(reply)

@@ -94,14 +94,26 @@ class PromptDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionDetails(msgspec.Struct, frozen=True):
+    """Part of `Usage`: drafts that became part of the outputs, and drafts that did not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts. A prompt counts once, however many outputs it has."""
+    """Token counts. A prompt counts once, however many outputs it has.
+
+    Attributes:
+        completion_tokens_details: Absent where no draft was verified.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
     reasoning_tokens: int = 0
+    completion_tokens_details: CompletionDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
@@ -203,4 +215,13 @@ def usage_of(outputs: list[Output], *, num_choices: int) -> Usage:
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=PromptDetails(sum(output.num_cached for output in firsts)),
+        completion_tokens_details=_details(outputs),
     )
+
+
+def _details(outputs: list[Output]) -> CompletionDetails | msgspec.UnsetType:
+    found = [output.acceptance for output in outputs if output.acceptance is not None]
+    if not found:
+        return msgspec.UNSET
+    accepted = sum(one.num_accepted for one in found)
+    return CompletionDetails(accepted, sum(one.num_proposed for one in found) - accepted)

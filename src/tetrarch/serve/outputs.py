@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from tetrarch.core.log import get_logger
+from tetrarch.engine.acceptance import Acceptance
 from tetrarch.engine.request import Delta, FinishReason, GenerateRequest, WeightSpan
 from tetrarch.engine.stream import OutputText
 from tetrarch.engine.text import Tokenizer
@@ -56,6 +57,7 @@ class Output:
         self.num_cached = self.num_retractions = 0
         self.versions: tuple[WeightSpan, ...] = ()
         self.times: dict[str, float] = {}
+        self.acceptance: Acceptance | None = None
 
     def push(self, delta: Delta) -> None:
         """Take what the engine says."""
@@ -66,6 +68,7 @@ class Output:
         self.finish = delta.finish
         self.num_cached, self.num_retractions = delta.num_cached, delta.num_retractions
         self.versions, self.times = delta.versions, delta.times
+        self.acceptance = delta.acceptance
 
     def piece(self) -> Piece:
         """Return what has come since the last call."""

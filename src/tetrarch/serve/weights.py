@@ -16,6 +16,7 @@ from tetrarch.engine.actions import (
     BeginUpdate,
     EndUpdate,
     PostProcess,
+    Selector,
     UpdateFromDisk,
     UpdateFromTensors,
 )
@@ -29,24 +30,27 @@ from tetrarch.serve.reply import relay, relay_update
 __all__ = [
     "AbortFirst",
     "BeginBody",
+    "Choice",
     "DiskBody",
     "EmptyBody",
     "LastCall",
     "PostProcessBody",
-    "Selector",
     "TensorBody",
     "Version",
     "begin_weight_update",
-    "check_selector",
+    "choose",
     "end_weight_update",
     "post_process_weights",
     "update_weights_from_disk",
     "update_weights_from_tensor",
 ]
 
-Selector = Annotated[
-    Literal["all", "target", "draft"] | None,
-    Meta(description="Which model; default all. There is no draft model yet."),
+Choice = Annotated[
+    Selector | None,
+    Meta(
+        description="Whose weights: target, draft, or all (default). Tensors of the other are left "
+        "out. The draft is there under --speculative-algorithm; its names are the checkpoint's."
+    ),
 ]
 Version = Annotated[
     Annotated[str, Meta(max_length=256)] | None,
@@ -104,15 +108,17 @@ class TensorBody(msgspec.Struct, kw_only=True, frozen=True):
     flush_cache: LastCall = None
     abort_all_requests: AbortFirst = None
     weight_version: Version = None
-    selector: Selector = None
+    selector: Choice = None
     torch_empty_cache: Ignored = None
-    disable_draft_model: Ignored = None
+    disable_draft_model: Annotated[
+        bool | None, Meta(description="True: as the selector target.")
+    ] = None
 
 
 class BeginBody(msgspec.Struct, kw_only=True, frozen=True):
     """`POST /begin_weight_update`."""
 
-    selector: Selector = None
+    selector: Choice = None
     atomic: Annotated[bool | None, Meta(description="As of /update_weights_from_disk.")] = None
 
 
@@ -162,7 +168,7 @@ async def update_weights_from_disk(door: Door, http: Request) -> Response:
 async def update_weights_from_tensor(door: Door, http: Request) -> Response:
     """Take tensors. What is complete is written; the rest waits for further calls."""
     body = await read_control(http, TensorBody)
-    check_selector(body.selector)
+    selector = choose(door, body.selector, disable_draft_model=body.disable_draft_model)
     ranks = decode_ranks(body.serialized_named_tensors, num_ranks=door.plan.parallel.tp)
     message = partial(
         UpdateFromTensors,
@@ -171,6 +177,7 @@ async def update_weights_from_tensor(door: Door, http: Request) -> Response:
         weight_version=body.weight_version,
         flush_cache=body.flush_cache is not False,
         abort_all_requests=bool(body.abort_all_requests),
+        selector=selector,
     )
     return await relay_update(door, message, source="tensor")
 
@@ -178,8 +185,8 @@ async def update_weights_from_tensor(door: Door, http: Request) -> Response:
 async def begin_weight_update(door: Door, http: Request) -> Response:
     """Begin an update by tensors: nothing is computed until /end_weight_update."""
     body = await read_control(http, BeginBody)
-    check_selector(body.selector)
-    return await relay(door, partial(BeginUpdate, atomic=body.atomic))
+    selector = choose(door, body.selector)
+    return await relay(door, partial(BeginUpdate, atomic=body.atomic, selector=selector))
 
 
 async def end_weight_update(door: Door, http: Request) -> Response:
@@ -199,16 +206,26 @@ async def post_process_weights(door: Door, http: Request) -> Response:
     return await relay(door, message)
 
 
-def check_selector(selector: str | None) -> None:
-    """Refuse an update of a model that is not served.
+def choose(
+    door: Door, selector: Selector | None, *, disable_draft_model: bool | None = None
+) -> Selector:
+    """Return whose weights a call is about.
 
     Raises:
-        RequestError: It names the draft model alone.
+        RequestError: It is about the draft, and there is none, or it is disabled by the same call.
     """
-    if selector == "draft":
+    if selector == "draft" and door.plan.spec is None:
         raise RequestError(
             "selector is draft, and no draft model is served",
-            why="the update would reach nothing",
+            why="the call would reach nothing",
             fix="send target or all, or leave selector out",
             param="selector",
         )
+    if selector == "draft" and disable_draft_model:
+        raise RequestError(
+            "selector is draft, and disable_draft_model leaves it out",
+            why="nothing would be updated",
+            fix="send one of the two",
+            param="disable_draft_model",
+        )
+    return "target" if disable_draft_model else selector or "all"
