@@ -26,6 +26,7 @@ __all__ = [
     "PostProcess",
     "Release",
     "Resume",
+    "Selector",
     "SetVersion",
     "UpdateFromDisk",
     "UpdateFromDistributed",
@@ -33,6 +34,8 @@ __all__ = [
     "WeightCheck",
 ]
 
+# Whose weights: of the model that answers, of the one that drafts for it, or both.
+Selector = Literal["all", "target", "draft"]
 PauseMode = Literal["abort", "retract", "in_place"]
 WeightCheck = Literal["checksum", "snapshot", "compare", "reset_tensors"]
 
@@ -92,10 +95,14 @@ class BeginUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Begin an update by tensors that only `EndUpdate` ends; no step runs until then.
 
     The payload is `{"atomic": whether a failure can be undone}`. Refused where one is open.
+
+    Attributes:
+        selector: Whose tensors are taken; others that the calls bring are left out.
     """
 
     ticket: int
     atomic: bool | None = None
+    selector: Selector = "all"
 
 
 class EndUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -129,6 +136,7 @@ class UpdateFromTensors(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         data: One rank's pickle, its base64 taken off.
         load_format: `None`, `"direct"` or `"flattened_bucket"`.
         weight_version: The last one that an update's calls name is taken.
+        selector: Whose tensors of this call are taken.
     """
 
     ticket: int
@@ -137,6 +145,7 @@ class UpdateFromTensors(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     weight_version: str | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
+    selector: Selector = "all"
 
 
 class InitGroup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -176,6 +185,7 @@ class UpdateFromDistributed(msgspec.Struct, frozen=True, kw_only=True, tag=True)
     weight_version: str | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
+    selector: Selector = "all"
 
 
 class GetWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -198,11 +208,13 @@ class CheckWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             remembers them, `compare` fails where they differ from that. `reset_tensors` writes
             noise: only a full update makes the weights usable again.
         skip: Names that `compare` leaves out.
+        selector: Whose weights are told and compared; `snapshot` and `reset_tensors` take all.
     """
 
     ticket: int
     action: WeightCheck
     skip: tuple[str, ...] = ()
+    selector: Selector = "all"
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -199,7 +199,7 @@ class Control:
         ticket, updates = message.ticket, self._updates
         match message:
             case BeginUpdate():
-                is_atomic = updates.begin(atomic=message.atomic)
+                is_atomic = updates.begin(atomic=message.atomic, selector=message.selector)
                 return accepted(ticket, "the update has begun", atomic=is_atomic)
             case EndUpdate():
                 return updates.end(ticket)

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import torch
 
+from tetrarch.config.drafts import DRAFT
 from tetrarch.core.errors import RequestError
-from tetrarch.engine.actions import CheckWeights, GetWeights
+from tetrarch.engine.actions import CheckWeights, GetWeights, Selector
 from tetrarch.engine.messages import ControlReply
 from tetrarch.engine.replies import accepted
 from tetrarch.executor.weights import WeightStore
@@ -15,6 +16,11 @@ from tetrarch.memory.checksum import combine
 __all__ = ["Inspection"]
 
 _SHOWN = 10  # names in a message
+
+
+def _is_of(selector: Selector, name: str) -> bool:
+    """Whether a name of ours is of the draft's weights, or of the target's."""
+    return selector == "all" or (selector == "draft") is name.startswith(DRAFT)
 
 
 class Inspection:
@@ -47,10 +53,11 @@ class Inspection:
             self._store.scramble()
             return accepted(message.ticket, "all weights are noise; a full update must follow")
         found = self._store.checksums()
-        if message.action == "compare":
-            return self._compare(message, found)
         if message.action == "snapshot":
             self._snapshot = found
+        found = {name: told for name, told in found.items() if _is_of(message.selector, name)}
+        if message.action == "compare":
+            return self._compare(message, found)
         text = f"{len(found)} tensors"
         return accepted(message.ticket, text, checksum=combine(found), checksums=found)
 

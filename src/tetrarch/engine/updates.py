@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,13 @@ from torch import Tensor
 
 from tetrarch.core.errors import RequestError, TetrarchError
 from tetrarch.core.log import get_logger
-from tetrarch.engine.actions import UpdateFromDisk, UpdateFromDistributed, UpdateFromTensors
+from tetrarch.engine.actions import (
+    Selector,
+    UpdateFromDisk,
+    UpdateFromDistributed,
+    UpdateFromTensors,
+)
+from tetrarch.engine.calls import Calls
 from tetrarch.engine.engine import Engine
 from tetrarch.engine.jobs import Job, Then
 from tetrarch.engine.messages import ControlReply
@@ -38,23 +43,6 @@ _SHOWN = 10  # names in a payload
 ABANDON_S = 300.0  # without a call; then nobody waits for the rest of an implicit update
 
 
-@dataclass
-class _Calls:
-    """What the calls of one update by tensors have asked for.
-
-    Attributes:
-        is_explicit: Somebody began it, and only its end ends it.
-        version: The last one named.
-        flush: Whether one of them did not want old keys and values to live on.
-        last: When the last one was answered (monotonic seconds).
-    """
-
-    is_explicit: bool
-    version: str | None = None
-    flush: bool = False
-    last: float = field(default_factory=time.monotonic)
-
-
 class Updates:
     """Takes weights from a folder or from tensors.
 
@@ -66,7 +54,7 @@ class Updates:
         self._engine, self._abort_all = engine, abort_all
         self._store = engine.rank.weights
         self._job: Job | None = None
-        self._calls: _Calls | None = None
+        self._calls: Calls | None = None
         self._num_done = 0
 
     @property
@@ -125,7 +113,7 @@ class Updates:
         work = partial(self._plan, message)
         self.start(message.ticket, f"another update, from {message.path}, is under way", work)
 
-    def begin(self, *, atomic: bool | None) -> bool:
+    def begin(self, *, atomic: bool | None, selector: Selector = "all") -> bool:
         """Begin an update by tensors; return whether a failure will restore the old weights.
 
         Raises:
@@ -136,7 +124,7 @@ class Updates:
         if self.is_open:
             raise other_update("an update by tensors is open")
         is_atomic = self._store.begin(atomic=atomic)
-        self._calls = _Calls(is_explicit=True)
+        self._calls = Calls(is_explicit=True, selector=selector)
         return is_atomic
 
     def check_call(self) -> None:
@@ -161,11 +149,13 @@ class Updates:
         """
         if message.abort_all_requests:
             self._abort_all()
+        session = "all" if self._calls is None else self._calls.selector
+        tensors = self._store.select(tensors, session, message.selector)
         if message.flush_cache and not self.is_open and self._store.holds(tensors):
             return self._repeated(message)
         if tensors:
             self._store.add(tensors)
-        calls = self._calls = self._calls or _Calls(is_explicit=False)
+        calls = self._calls = self._calls or Calls(is_explicit=False)
         calls.version = message.weight_version or calls.version
         calls.flush |= message.flush_cache
         calls.last = time.monotonic()
@@ -250,7 +240,7 @@ class Updates:
         return max(self._engine.num_paused, self._engine.num_running)
 
     def _finish(self, ticket: int) -> ControlReply:
-        calls, self._calls = self._calls or _Calls(is_explicit=False), None
+        calls, self._calls = self._calls or Calls(is_explicit=False), None
         report = self._store.finish()
         facts = self._adopt(report, version=calls.version, flush=calls.flush)
         return accepted(ticket, update_summary(report), is_open=False, unfinished=[], **facts)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tetrarch.core.errors import CheckpointError, ConfigError
+from tetrarch.core.units import format_bytes
 from tetrarch.memory.journal import Journal
 from tetrarch.models.placement import Placements
 from tetrarch.models.report import LoadReport
@@ -21,8 +22,11 @@ __all__ = [
     "WeightsState",
     "failed",
     "released",
+    "undo_fits",
     "unreadable",
 ]
+
+_RESERVE = 256 * 2**20  # host bytes that an undo copy leaves to everybody else
 
 
 class WeightsState(StrEnum):
@@ -111,6 +115,27 @@ def released() -> ConfigError:
         why="their memory is lent, and there is nothing to read or to write",
         fix="POST /resume_memory_occupation with the tag weights first",
     )
+
+
+def undo_fits(num_bytes: int, *, free: int, wanted: bool | None) -> bool:
+    """Return whether the host has room for an undo copy.
+
+    Args:
+        num_bytes: Of the copy.
+        free: Bytes of host memory that may be taken.
+        wanted: Somebody demands it.
+
+    Raises:
+        ConfigError: It was demanded and does not fit.
+    """
+    need = num_bytes + _RESERVE
+    if need > free and wanted:
+        raise ConfigError(
+            f"an undo copy of {format_bytes(num_bytes)} does not fit in host memory",
+            why=f"{format_bytes(free)} are free, of which {format_bytes(_RESERVE)} stay so",
+            fix='send "atomic": false, or leave it out: a failure then cannot be undone',
+        )
+    return need <= free
 
 
 def unreadable(path: str, error: Exception) -> CheckpointError:

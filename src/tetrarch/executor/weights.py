@@ -17,10 +17,9 @@ from torch import Tensor
 from tetrarch.config.checkpoint import read_checkpoint
 from tetrarch.config.headers import read_headers
 from tetrarch.config.plan import Plan
-from tetrarch.core.errors import CheckpointError, ConfigError, TetrarchError
+from tetrarch.core.errors import CheckpointError, TetrarchError
 from tetrarch.core.log import get_logger
 from tetrarch.core.progress import NoProgress, Progress
-from tetrarch.core.units import format_bytes
 from tetrarch.executor.updates import (
     DiskUpdate,
     Session,
@@ -28,6 +27,7 @@ from tetrarch.executor.updates import (
     WeightsState,
     failed,
     released,
+    undo_fits,
     unreadable,
 )
 from tetrarch.memory.checksum import digest
@@ -38,14 +38,13 @@ from tetrarch.models.load import fill, load_weights
 from tetrarch.models.placement import Placer
 from tetrarch.models.readback import checksums, read_back
 from tetrarch.models.report import LoadReport
-from tetrarch.models.sources import SafetensorsSource
+from tetrarch.models.sources import open_checkpoint
 from tetrarch.models.update import LiveUpdate
 from tetrarch.models.writer import WeightWriter
 
 __all__ = ["WeightStore"]
 
 _log = get_logger(__name__)
-_RESERVE = 256 * 2**20  # host bytes that an undo copy leaves to everybody else
 
 
 class WeightStore:
@@ -83,7 +82,7 @@ class WeightStore:
         Raises:
             CheckpointError: It does not fit the model, or holds what cannot be weights.
         """
-        source, quant = SafetensorsSource(self.path), self._plan.quant
+        source, quant = open_checkpoint(self._plan, self.path), self._plan.quant
         placed = self._placer.place(source)
         report = load_weights(self._model, source, plan=quant, progress=progress, placements=placed)
         self.state = WeightsState.READY
@@ -106,7 +105,7 @@ class WeightStore:
             headers = read_headers(Path(path))  # once: of fifty thousand tensors it takes 0.6 s
             read_checkpoint(path, headers)  # refuses what its files declare and we cannot load
             check_same_model(self._model, path)
-            source = SafetensorsSource(path, headers)
+            source = open_checkpoint(self._plan, path, headers)
             placements = self._placer.place(source)
         except TetrarchError:
             raise
@@ -164,6 +163,13 @@ class WeightStore:
         self.abandon()
         self._session, self._done = self._open(atomic=atomic), {}
         return self._session.is_atomic
+
+    def select(self, tensors: Mapping[str, Tensor], *selectors: str) -> dict[str, Tensor]:
+        """Return the tensors that all of these let through: `all`, `target`, `draft`."""
+        is_draft = self._model.names.is_draft
+        wanted = {"draft": True, "target": False}
+        only = {wanted[selector] for selector in selectors if selector in wanted}
+        return {name: value for name, value in tensors.items() if only <= {is_draft(name)}}
 
     def holds(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether the last thing that happened to the weights is an update with these tensors.
@@ -267,14 +273,7 @@ class WeightStore:
     def _can_undo(self, *, wanted: bool | None) -> bool:
         if self.state is not WeightsState.READY or wanted is False:
             return False  # there is nothing worth restoring, or nobody wants it
-        free, need = self._free_host(), self.num_bytes + _RESERVE
-        if need > free and wanted:
-            raise ConfigError(
-                f"an undo copy of {format_bytes(self.num_bytes)} does not fit in host memory",
-                why=f"{format_bytes(free)} are free, of which {format_bytes(_RESERVE)} stay so",
-                fix='send "atomic": false, or leave it out: a failure then cannot be undone',
-            )
-        return need <= free
+        return undo_fits(self.num_bytes, free=self._free_host(), wanted=wanted)
 
     def _require_memory(self) -> None:
         if self.state is WeightsState.RELEASED:

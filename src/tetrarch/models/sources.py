@@ -7,7 +7,7 @@ read, so that a checkpoint which does not fit is refused before anything has bee
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -15,11 +15,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tetrarch.config.drafts import scan_draft
 from tetrarch.config.headers import TensorHeader as FileHeader
 from tetrarch.config.headers import no_weights, read_headers
+from tetrarch.config.plan import Plan
 from tetrarch.models.shard import Shard
 
-__all__ = ["SafetensorsSource", "Source", "TensorHeader", "TensorSource", "reading_order"]
+__all__ = [
+    "DraftedSource",
+    "SafetensorsSource",
+    "Source",
+    "TensorHeader",
+    "TensorSource",
+    "open_checkpoint",
+    "reading_order",
+]
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -159,3 +169,66 @@ class TensorSource:
         """Yield these tensors, in this order."""
         for name in names:
             yield name, self._tensors[name]
+
+
+class DraftedSource:
+    """A target and a draft that lies elsewhere, as one checkpoint: one load takes both or none.
+
+    Args:
+        target: Its own draft, if it has one, is left out.
+        draft: Only these of its tensors are taken.
+        names: Of the draft's tensors.
+        hidden: Of the target's tensors that are left out.
+    """
+
+    def __init__(
+        self, target: Source, draft: Source, *, names: Collection[str], hidden: Collection[str]
+    ) -> None:
+        self._target, self._draft, self._names = target, draft, frozenset(names)
+        self._headers = {n: h for n, h in target.headers.items() if n not in hidden}
+        self._headers |= {name: draft.headers[name] for name in names}
+
+    @property
+    def name(self) -> str:
+        """Both folders."""
+        return f"{self._target.name}, and its draft from {self._draft.name}"
+
+    @property
+    def headers(self) -> Mapping[str, TensorHeader]:
+        """Every tensor that is taken."""
+        return self._headers
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield these tensors, in this order."""
+        for name in names:
+            yield from (self._draft if name in self._names else self._target).read([name])
+
+
+def open_checkpoint(
+    plan: Plan, path: str, headers: Mapping[str, FileHeader] | None = None
+) -> Source:
+    """Return the tensors of a checkpoint for the model of a plan, its draft's included.
+
+    A draft that lies elsewhere comes from there, unless a checkpoint other than the plan's own
+    brings its own.
+
+    Args:
+        plan: What was launched.
+        path: The plan's checkpoint, or that of an update.
+        headers: What `read_headers` says of it, where that is known.
+
+    Raises:
+        CheckpointError: No weights, or damaged files.
+    """
+    headers = read_headers(Path(path)) if headers is None else headers
+    target = SafetensorsSource(path, headers)
+    if plan.spec is None or plan.spec.draft_path is None:
+        return target
+    layers = plan.model.facts.num_layers
+    own = scan_draft(headers, num_layers=layers).names
+    if own and path != plan.model.path:
+        return target
+    draft_headers = read_headers(Path(plan.spec.draft_path))
+    draft = SafetensorsSource(plan.spec.draft_path, draft_headers)
+    names = scan_draft(draft_headers, num_layers=layers).names
+    return DraftedSource(target, draft, names=names, hidden=own)
