@@ -12,14 +12,16 @@ drops one of them is seen.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-__all__ = ["FAMILIES", "tiny_config", "tiny_model", "write_tiny_checkpoint"]
+__all__ = ["FAMILIES", "add_draft_layers", "tiny_config", "tiny_model", "write_tiny_checkpoint"]
 
 _COMMON: dict[str, Any] = dict(
     vocab_size=256,
@@ -115,6 +117,53 @@ def write_tiny_checkpoint(model: PreTrainedModel, folder: Path) -> None:
     model.save_pretrained(folder, save_original_format=True)
 
 
+# Families that number their draft layers on from the target's; the others call them `mtp.`.
+_NUMBERED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
+
+
+def add_draft_layers(folder: Path, *, seed: int = 0, count: int = 1) -> dict[str, Tensor]:
+    """Add random draft layers to a checkpoint, named as its family names them.
+
+    Their blocks are like the checkpoint's last layer. Returns the tensors added.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    layers, width = config["num_hidden_layers"], config["hidden_size"]
+    last = f"model.layers.{layers - 1}."
+    generator = torch.Generator().manual_seed(1000 + seed)
+    added: dict[str, Tensor] = {}
+    for index in range(count):
+        numbered = config["model_type"] in _NUMBERED
+        block = f"model.layers.{layers + index}." if numbered else f"mtp.layers.{index}."
+        own, copies = _draft_names(block if numbered else "mtp.", numbered=numbered)
+        dtype = tensors[f"{last}input_layernorm.weight"].dtype
+        shapes = dict.fromkeys(own, (width,)) | {own[2]: (width, 2 * width)}
+        for name, old in sorted(tensors.items()):
+            if name.startswith(last):
+                shapes[block + name.removeprefix(last)] = tuple(old.shape)
+        for name, shape in shapes.items():
+            like = torch.empty(shape)
+            added.setdefault(name, _draw(name, like, generator).to(dtype))
+        added |= {name: tensors[whole].clone() for name, whole in copies.items()}
+    config["num_nextn_predict_layers"] = count
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    save_file({**tensors, **added}, file, metadata={"format": "pt"})
+    return added
+
+
+def _draft_names(prefix: str, *, numbered: bool) -> tuple[list[str], dict[str, str]]:
+    """Return the names of a draft's two norms, its projection and its last norm, and of copies."""
+    if not numbered:
+        names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+        return [f"{prefix}{name}.weight" for name in names], {}
+    copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+    names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+    return [f"{prefix}{name}.weight" for name in names], {
+        f"{prefix}{copy}.weight": f"{whole}.weight" for copy, whole in copies.items()
+    }
+
+
 def main() -> None:
     """Write one checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -122,9 +171,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--mtp", action="store_true", help="add a draft layer")
     args = parser.parse_args()
     model = tiny_model(args.family, seed=args.seed, dtype=getattr(torch, args.dtype))
     write_tiny_checkpoint(model, args.folder)
+    if args.mtp:
+        add_draft_layers(args.folder, seed=args.seed)
     print(f"{args.family}: {model.num_parameters():,} parameters in {args.folder}")
 
 

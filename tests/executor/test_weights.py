@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tetrarch.core.errors import CheckpointError, ConfigError, RequestError
-from tetrarch.executor import weights as room
 from tetrarch.executor.executor import KV_RELEASED, READY, Executor
 from tetrarch.executor.updates import WeightsState
 from tetrarch.executor.weights import WeightStore
 from tetrarch.memory import journal
 from tetrarch.memory.slots import Region, SlotTable
+from tetrarch.models.sources import SafetensorsSource
 from tetrarch.models.writer import WeightWriter
 
 Serve = Callable[..., list[list[int]]]
@@ -125,7 +125,7 @@ def test_what_headers_tell_is_refused_before_anything_is_read(
     before = store.checksums()
     damage(paths[1], change)
     monkeypatch.setattr(SlotTable, "write_", forbidden)
-    monkeypatch.setattr(room.SafetensorsSource, "read", forbidden)
+    monkeypatch.setattr(SafetensorsSource, "read", forbidden)
     with pytest.raises(CheckpointError, match=words):
         store.plan(str(paths[1]), atomic=None)
     assert (store.state, store.path, store.checksums()) == ("ready", str(paths[0]), before)

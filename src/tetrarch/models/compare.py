@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from tetrarch.core.errors import CheckpointError
 from tetrarch.models.build import Model
+from tetrarch.models.names import MTP_FIELDS
 from tetrarch.models.skeleton import read_config
 
 __all__ = ["check_same_model"]
@@ -35,6 +36,8 @@ _IRRELEVANT = frozenset(
         "attention_dropout",
     }
 )
+# What files bring of a draft is for its tensors to tell, where one is served.
+_OF_DRAFTS = frozenset(MTP_FIELDS)
 _SHOWN = 10
 
 
@@ -49,6 +52,8 @@ def check_same_model(model: Model, new: str) -> None:
         CheckpointError: They differ in what a forward depends on; keys and both values are named.
     """
     ours, theirs = model.hf.config.to_dict(), read_config(new).to_dict()
+    if model.draft is not None:
+        ours, theirs = ({k: v for k, v in c.items() if k not in _OF_DRAFTS} for c in (ours, theirs))
     differing = list(_differences(ours, theirs, prefix=""))
     if differing:
         more = f"; and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""

@@ -26,6 +26,7 @@ from tetrarch.models.experts import is_expert_module
 from tetrarch.moe.types import Part
 
 __all__ = [
+    "MTP_FIELDS",
     "Ignored",
     "NamePlan",
     "num_mtp_layers",
@@ -40,7 +41,7 @@ _LATER_MTP = re.compile(r"^mtp\.layers\.[1-9]")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.(?:(eh_proj|enorm|hnorm|shared_head)\.)?")
 _NUMBERED = r"model\.layers\."  # how transformers' list of names to skip begins for them
 # How families spell the number of their draft layers.
-_MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 # Only these are undone by naming the expert and the part; any other op would change the tensor.
 _NAMED_OPS = {"MergeModulelist", "Concatenate"}
 
@@ -75,7 +76,7 @@ class _Template:
 def num_mtp_layers(config: PreTrainedConfig) -> int:
     """Return how many draft layers a configuration announces."""
     fields = vars(config.get_text_config())
-    return next((int(fields[name]) for name in _MTP_FIELDS if fields.get(name)), 0)
+    return next((int(fields[name]) for name in MTP_FIELDS if fields.get(name)), 0)
 
 
 class NamePlan:
@@ -96,6 +97,7 @@ class NamePlan:
         first = int(model.config.num_hidden_layers)
         self._first, self._has_draft = first, draft_of(model) is not None
         num_drafts = max(num_mtp_layers(model.config), int(self._has_draft))
+        numbered |= self._has_draft  # another folder may name them so
         self.numbered_drafts = range(first, first + num_drafts * numbered)
         self._last = _path_of_last_layer(model) if self._has_draft else ""
         self._tied = frozenset(model.all_tied_weights_keys)
