@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tetrarch.config.plan import Plan
+from tetrarch.config.plan import Plan, SpecPlan
 from tetrarch.engine import scheduler
 from tetrarch.engine.engine import Engine
 from tetrarch.engine.request import GenerateRequest, SamplingParams
@@ -36,6 +36,29 @@ def plan(make_plan: Callable[..., Plan], demo_path: Path) -> Plan:
 @pytest.fixture(scope="module")
 def executor(plan: Plan) -> Executor:
     return Executor(plan)
+
+
+@pytest.fixture(scope="module")
+def drafting(plan: Plan) -> Plan:
+    return replace(plan, spec=SpecPlan("mtp", num_steps=3, num_draft_tokens=4))
+
+
+@pytest.fixture(scope="module")
+def drafting_executor(drafting: Plan) -> Executor:
+    return Executor(drafting)
+
+
+@pytest.fixture(scope="module")
+def alone(
+    plan: Plan, executor: Executor, requests: list[GenerateRequest], demo_tokenizer: Tokenizer
+) -> dict[str, Heard]:
+    """What each request yields without the others, in one chunk, without cache and drafts."""
+    schedule = replace(plan.schedule, prefix_cache=False, chunk_tokens=0, mixed_chunk=False)
+    alone_plan = replace(plan, schedule=schedule)
+    heard: dict[str, Heard] = {}
+    for request in requests:
+        heard |= run(Engine(alone_plan, executor, demo_tokenizer), [request])
+    return heard
 
 
 @pytest.fixture(scope="module")
@@ -93,32 +116,57 @@ def close(left: list[TokenLogprob], right: list[TokenLogprob]) -> bool:
     )
 
 
-def test_tokens_and_logprobs_are_those_of_each_request_alone(
-    plan: Plan,
-    executor: Executor,
-    requests: list[GenerateRequest],
-    demo_tokenizer: Tokenizer,
-    monkeypatch: pytest.MonkeyPatch,
+def check(
+    heard: dict[str, Heard], alone: dict[str, Heard], requests: list[GenerateRequest]
 ) -> None:
-    monkeypatch.setattr(scheduler, "_HEADROOM", 0)  # so that pages run out
-    alone_plan = replace(
-        plan, schedule=replace(plan.schedule, prefix_cache=False, chunk_tokens=0, mixed_chunk=False)
-    )
-    alone: dict[str, Heard] = {}
     for request in requests:
-        alone |= run(Engine(alone_plan, executor, demo_tokenizer), [request])
-    engine = Engine(plan, executor, demo_tokenizer)
-    together = run(engine, requests)
-    assert engine.counters["num_retracted_reqs"] > 0
-    assert engine.counters["cached_tokens_total"] > 0
-    for request in requests:
-        want, got = alone[request.rid], together[request.rid]
+        want, got = alone[request.rid], heard[request.rid]
         assert got.tokens == want.tokens
         assert len(got.tokens) == CONTEXT - len(request.prompt_ids)
         assert close(got.logprobs, want.logprobs)
         assert close(got.prompt, want.prompt)
         start = request.logprob_start
         assert len(got.prompt) == (len(request.prompt_ids) - start if start > 0 else 0)
+
+
+def test_tokens_and_logprobs_are_those_of_each_request_alone(
+    plan: Plan,
+    executor: Executor,
+    requests: list[GenerateRequest],
+    alone: dict[str, Heard],
+    demo_tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler, "_HEADROOM", 0)  # so that pages run out
+    engine = Engine(plan, executor, demo_tokenizer)
+    together = run(engine, requests)
+    assert engine.counters["num_retracted_reqs"] > 0
+    assert engine.counters["cached_tokens_total"] > 0
+    check(together, alone, requests)
+
+
+@pytest.mark.parametrize("chunk_tokens", [16, 48])
+def test_drafts_change_neither_tokens_nor_logprobs(
+    drafting: Plan,
+    drafting_executor: Executor,
+    requests: list[GenerateRequest],
+    alone: dict[str, Heard],
+    demo_tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    chunk_tokens: int,
+) -> None:
+    """Greedy and sampled, with penalties; chunks, prefix hits and retractions among them."""
+    monkeypatch.setattr(scheduler, "_HEADROOM", 0)
+    schedule = replace(drafting.schedule, chunk_tokens=chunk_tokens)
+    engine = Engine(replace(drafting, schedule=schedule), drafting_executor, demo_tokenizer)
+    together = run(engine, requests)
+    assert engine.counters["num_retracted_reqs"] > 0
+    assert engine.counters["cached_tokens_total"] > 0
+    spec = engine.heartbeat().spec
+    assert spec is not None
+    assert spec.lifetime.num_accepted > 50, "drafts have been part of the outputs"
+    assert spec.lifetime.num_accepted < spec.lifetime.num_proposed, "and some were wrong"
+    check(together, alone, requests)
 
 
 def test_an_answer_ends_at_the_models_own_end_token(

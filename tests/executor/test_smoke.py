@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tetrarch.config.plan import Plan, TokenBudget
+from tetrarch.config.plan import Plan, SpecPlan, TokenBudget
 from tetrarch.executor.capacity import Capacity
 from tetrarch.executor.smoke import smoke_steps
-from tetrarch.executor.step import Phase
+from tetrarch.executor.step import DraftWork, Phase
 
 MakePlan = Callable[..., Plan]
 ROOM = Capacity(num_pages=1000, page_size=4)
@@ -30,6 +31,23 @@ def test_one_token_the_widest_decode_and_the_longest_prefill(
     assert (one.phase, one.num_tokens) == (Phase.DECODE, 1)
     assert (wide.phase, [len(seq.token_ids) for seq in wide.seqs]) == (Phase.DECODE, [1] * 8)
     assert (long.phase, [len(seq.token_ids) for seq in long.seqs]) == (Phase.PREFILL, [64, 64, 22])
+
+
+def test_speculation_adds_the_widest_verification_and_work_for_the_draft(
+    make_plan: MakePlan,
+) -> None:
+    plan = make_plan(experts=budget(30))
+    assert all(seq.draft is None for step in smoke_steps(plan, ROOM) for seq in step.seqs)
+    adapts = SpecPlan("mtp", 1, 2, max_draft_tokens=4, adaptive=True)
+    steps = smoke_steps(replace(plan, spec=adapts), ROOM)
+    assert [step.num_tokens for step in steps] == [1, 8, 30, 28]
+    wide = steps[-1]
+    assert wide.phase is Phase.VERIFY
+    assert [(len(seq.token_ids), len(seq.samples)) for seq in wide.seqs] == [(4, 4)] * 7
+    for step in steps:
+        for seq in step.seqs:
+            assert seq.draft == DraftWork(next_id=None, num_drafts=3)
+            assert len(seq.pages) * 4 >= len(seq.token_ids) + 2, "the draft's own slots"
 
 
 def test_a_cpu_is_not_kept_busy_by_a_huge_budget(make_plan: MakePlan) -> None:

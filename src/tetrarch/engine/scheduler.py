@@ -215,7 +215,7 @@ class Scheduler:
         size, end = self._pool.page_size, seq.num_computed + count
         useful = seq.num_useful if end == len(seq.tokens) else 0
         ahead = useful + max(seq.num_wanted - 1, 0) if end == len(seq.tokens) else 0
-        missing = seq.pages_for(end + ahead, page_size=size)
+        missing = seq.pages_for(min(end + ahead, seq.limit), page_size=size)
         seq.pages += self._pool.take(min(missing, self._pool.num_available))
         return min(useful, len(seq.pages) * size - end)
 

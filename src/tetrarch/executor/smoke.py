@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from tetrarch.config.budget import tokens_per_request
 from tetrarch.config.plan import Plan
 from tetrarch.core.units import ceil_div
 from tetrarch.executor.capacity import Capacity
-from tetrarch.executor.step import Phase, SampleSpec, SeqChunk, Step
+from tetrarch.executor.step import DraftWork, Phase, SampleSpec, SeqChunk, Step
 
 __all__ = ["smoke_steps"]
 
@@ -17,33 +20,56 @@ _CPU_TOKENS = 1024  # a CPU's buffers grow with the batch, so a longer forward p
 def smoke_steps(plan: Plan, capacity: Capacity) -> tuple[Step, ...]:
     """Return one token alone, the widest decode and the longest prefill.
 
+    With speculation the draft works in all of them, and the widest verification comes last.
+
     A combination of kernel and shape that the hardware refuses then stops the start, not the
     first client. No step reads a key that it did not write: fresh pages hold anything.
     """
+    each = tokens_per_request(plan.spec)
+    work = None if plan.spec is None else DraftWork(next_id=None, num_drafts=each - 1)
+    layout = _Layout(capacity, work)
     most = plan.experts.budget.per_rank
     longest = min(most, _CPU_TOKENS) if plan.device.torch_device == "cpu" else most
     widest = min(plan.schedule.max_running_requests, most)
     context_len = plan.model.context_len
     prefill = [context_len] * (longest // context_len) + [longest % context_len]
-    return (
-        _step(Phase.DECODE, [1], capacity),
-        _step(Phase.DECODE, [1] * widest, capacity),
-        _step(Phase.PREFILL, [length for length in prefill if length], capacity),
+    steps = (
+        layout.step(Phase.DECODE, [1]),
+        layout.step(Phase.DECODE, [1] * widest),
+        layout.step(Phase.PREFILL, [length for length in prefill if length]),
     )
+    if plan.spec is None:
+        return steps
+    return *steps, layout.step(Phase.VERIFY, [each] * min(widest, most // each), num_samples=each)
 
 
-def _step(phase: Phase, lengths: list[int], capacity: Capacity) -> Step:
-    """Lay sequences of these lengths out in fresh pages, as many as fit."""
-    seqs: list[SeqChunk] = []
-    used = 0
-    for row, length in enumerate(lengths):
-        end = used + ceil_div(length, capacity.page_size)
-        if end > capacity.num_pages:
-            break
-        pages = tuple(range(used, end))
-        seqs.append(
-            SeqChunk(row=row, token_ids=(0,) * length, start=0, pages=pages, samples=(_GREEDY,))
-        )
-        used = end
-    num_tokens = sum(len(seq.token_ids) for seq in seqs)
-    return Step(phase=phase, seqs=tuple(seqs), rank_tokens=(num_tokens,))
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    capacity: Capacity
+    work: DraftWork | None
+
+    def step(self, phase: Phase, lengths: list[int], *, num_samples: int = 1) -> Step:
+        """Lay sequences of these lengths out in fresh pages, as many as fit.
+
+        Behind each is room for what the draft proposes, as far as there is any at all.
+        """
+        seqs: list[SeqChunk] = []
+        used, size = 0, self.capacity.page_size
+        ahead = 0 if self.work is None else self.work.num_drafts - 1
+        for row, length in enumerate(lengths):
+            if used + ceil_div(length, size) > self.capacity.num_pages:
+                break
+            end = min(used + ceil_div(length + ahead, size), self.capacity.num_pages)
+            seqs.append(
+                SeqChunk(
+                    row=row,
+                    token_ids=(0,) * length,
+                    start=0,
+                    pages=tuple(range(used, end)),
+                    samples=(_GREEDY,) * num_samples,
+                    draft=self.work,
+                )
+            )
+            used = end
+        num_tokens = sum(len(seq.token_ids) for seq in seqs)
+        return Step(phase=phase, seqs=tuple(seqs), rank_tokens=(num_tokens,))
