@@ -126,6 +126,15 @@ def own_server(tmp_path: Path) -> Iterator[RunningServer]:
     server.end()
 
 
+@pytest.fixture(scope="session")
+def drafting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """It speculates; a test leaves it idle and alive."""
+    log = tmp_path_factory.mktemp("drafting") / "log"
+    server = RunningServer(log, "--speculative-algorithm", "NEXTN")
+    yield server
+    server.end()
+
+
 @pytest.fixture
 def hasty_server(tmp_path: Path) -> Iterator[RunningServer]:
     """The test's own; it lets requests run for half a second once it is told to stop."""

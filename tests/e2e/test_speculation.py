@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole server with drafts: the same answers, usage that counts tokens, exact counters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from conftest import RunningServer
+
+SUM = "<|im_start|>user\nWhat is 12 + 30?<|im_end|>\n<|im_start|>assistant\n"
+ANSWER = "12 + 30 = 42.\n#### 42"
+QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
+
+
+def state(server: RunningServer) -> dict[str, Any]:
+    [state] = server.http.get("/server_info").json()["internal_states"]
+    return state
+
+
+def test_an_answer_is_the_same_and_says_how_its_drafts_have_gone(
+    drafting_server: RunningServer,
+) -> None:
+    sampling = {"temperature": 0, "max_new_tokens": 40}
+    reply = drafting_server.generate(text=SUM, sampling_params=sampling, return_logprob=True)
+    info = reply["meta_info"]
+    assert reply["text"] == ANSWER
+    assert len(reply["output_ids"]) == info["completion_tokens"] == 16
+    assert info["output_token_logprobs_length"] == 16
+    assert info["spec_accept_length"] > 2.5
+    counted = [sum(info["spec_correct_drafts_histogram"])]
+    counted += [info["spec_num_correct_drafts"] + info["spec_verify_ct"]]
+    # the prompt yields the first token; a run that the end token cuts has no token of its own
+    assert counted[0] == info["spec_verify_ct"]
+    assert counted[1] in (15, 16)
+    assert info["spec_accept_length"] == 15 / info["spec_verify_ct"]
+
+
+def test_usage_counts_tokens_however_few_chunks_they_come_in(
+    drafting_server: RunningServer,
+) -> None:
+    body: dict[str, Any] = {"messages": QUESTION, "temperature": 0, "max_tokens": 40}
+    whole = drafting_server.http.post("/v1/chat/completions", json=body).json()["usage"]
+    assert whole["completion_tokens"] == 16
+    details = whole["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 8
+    *chunks, last = drafting_server.events(
+        "/v1/chat/completions", **body, stream_options={"include_usage": True}
+    )
+    assert last["usage"]["completion_tokens"] == 16
+    assert last["usage"]["completion_tokens_details"] == details
+    assert len(chunks) < 16, "several tokens to a chunk"
+    events = drafting_server.events(
+        text=SUM, sampling_params={"temperature": 0, "max_new_tokens": 40}
+    )
+    for event in events:
+        assert event["meta_info"]["completion_tokens"] == len(event["output_ids"])
+    assert events[-1]["meta_info"]["completion_tokens"] == 16
+
+
+def test_counters_are_there_from_the_first_step_and_begin_anew_with_a_flush(
+    drafting_server: RunningServer,
+) -> None:
+    sampling = {"temperature": 0, "max_new_tokens": 40}
+    drafting_server.generate(text=SUM, sampling_params=sampling)
+    drafting_server.wait_for(lambda load: load["num_total_reqs"] == 0, seconds=10)
+    before = state(drafting_server)
+    assert before["avg_spec_accept_length"] > 2.5
+    assert drafting_server.http.post("/flush_cache").status_code == 200
+    info = drafting_server.generate(text=SUM, sampling_params=sampling)["meta_info"]
+    drafting_server.wait_for(lambda load: load["num_total_reqs"] == 0, seconds=10)
+    after = state(drafting_server)
+    assert after["avg_spec_accept_length"] == info["spec_accept_length"]
+    recent, lifetime = (after["speculation"][name] for name in ("since_flush", "lifetime"))
+    assert recent["num_verifies"] == info["spec_verify_ct"]
+    assert lifetime["num_verifies"] > recent["num_verifies"]
+    metrics = drafting_server.http.get("/metrics").text
+    assert f'spec_accept_length{{model_name="tetrarch-demo"}} {info["spec_accept_length"]}' in (
+        metrics
+    )
+    total = 'sglang:spec_verify_calls_total{model_name="tetrarch-demo"} '
+    assert f"{total}{float(lifetime['num_verifies'])}" in metrics
