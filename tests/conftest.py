@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -97,6 +98,23 @@ def tiny_checkpoint(
         folder = tmp_path_factory.mktemp(family)
         tiny.write_tiny_checkpoint(model, folder)
         return TinyCheckpoint(folder, model)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def drafted_checkpoint(
+    tiny: ModuleType,
+    tiny_checkpoint: Callable[..., TinyCheckpoint],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., Path]:
+    """Return a factory: family, number of draft layers, seed → folder of one's own, with drafts."""
+
+    def make(family: str, count: int = 1, *, seed: int = 0, **overrides: object) -> Path:
+        folder = tmp_path_factory.mktemp("drafted") / family
+        shutil.copytree(tiny_checkpoint(family, seed=seed, **overrides).path, folder)
+        tiny.add_draft_layers(folder, count=count, seed=seed)
+        return folder
 
     return make
 

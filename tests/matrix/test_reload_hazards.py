@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tetrarch.commands.checksum import measure
 from tetrarch.core.errors import CheckpointError, ConfigError, RequestError
 from tetrarch.core.specs import TensorSpec
 from tetrarch.engine.actions import (
@@ -33,11 +34,12 @@ from tetrarch.engine.actions import (
     Resume,
     UpdateFromDisk,
 )
+from tetrarch.memory.journal import Journal
 from tetrarch.memory.saver import FixedArena
 from tetrarch.models.sources import SafetensorsSource
 from tetrarch.serve.door import Door
 from tetrarch.serve.info import models
-from tetrarch.serve.weights import check_selector
+from tetrarch.serve.weights import choose
 
 if TYPE_CHECKING:
     from conftest import Live
@@ -55,6 +57,7 @@ CASES = [
 ]
 FILE, NORM = "model.safetensors", "model.norm.weight"
 LAYER = "model.layers.1.mlp.experts"
+DRAFT, MTP = "mtp.layers.0.mlp.experts", {"speculative_algorithm": "mtp"}
 EXPERT, ROUTER = f"{LAYER}.3.up_proj.weight", "model.layers.0.mlp.gate.weight"
 ORDERS = (
     *("-* -* +*", "+* -* +*", "-w +w +w", "-k +k -k +k", "-k -w +w +k", "-w -k -g +g +k +w"),
@@ -167,19 +170,79 @@ def test_h4_half_a_pair_of_a_failed_update_waits_for_nobody(server: Live, new: T
     assert server.store.checksums() == before
 
 
-def test_h5_a_draft_is_not_updated_by_itself(server: Live, paths: tuple[Path, Path]) -> None:
-    """There is no draft yet: asking for one is refused, and its tensors are named as left out."""
+@pytest.fixture
+def drafted(paths: tuple[Path, Path], tiny: Any) -> tuple[Path, Path]:
+    """A and B, each with a draft layer of its own."""
+    for seed, path in enumerate(paths):
+        tiny.add_draft_layers(path, seed=seed)
+    return paths
+
+
+def test_h5_target_and_draft_are_replaced_as_one(live: type[Live], drafted: Any) -> None:
+    told = [live(path, **MTP).store.checksums() for path in drafted]
+    server = live(drafted[0], **MTP)
+    says, places = server.say(), server.addresses()
+    assert measure(server.plan) == told[0]  # what `tetrarch checksum` says
+    assert {name for name in differing(*told) if name.startswith("mtp.")} > {"mtp.fc.weight"}
+    for turn in (1, 1, 0):
+        reload(server, drafted[turn])
+        assert server.store.checksums() == told[turn]
+    assert (server.say(), server.addresses()) == (says, places)
+    assert server.ask(Release).ok
+    assert server.ask(Resume).ok
+    reload(server, drafted[0])  # its memory was lent like any other
+    assert (server.say(), server.store.checksums()) == (says, told[0])
+
+
+@pytest.mark.parametrize("name", ["mtp.fc.weight", f"{DRAFT}.2.down_proj.weight"])
+def test_h5_a_checkpoint_without_a_draft_tensor_changes_neither(
+    live: type[Live], drafted: Any, name: str
+) -> None:
+    server = live(drafted[0], **MTP)
+    damage(drafted[1], lambda tensors: tensors.pop(name))
+    assert name.removesuffix(".weight") in refuse(server, drafted[1])
+
+
+def test_h5_a_failure_while_the_draft_is_written_restores_both(
+    live: type[Live], drafted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = live(drafted[0], **MTP)
+    kept: list[int] = []
+
+    def fail(_: object, journal: Journal) -> None:
+        kept.append(journal.num_kept_bytes)
+        raise OSError("the disk has gone")
+
+    monkeypatch.setattr(vars(server.rank)["_model"].experts[DRAFT], "load", fail)
+    assert "the disk has gone" in refuse(server, drafted[1])
+    assert kept > [server.store.num_bytes // 2]  # the target was written by then
+    monkeypatch.undo()
+    reload(server, drafted[1])
+    assert server.store.checksums() == live(drafted[1], **MTP).store.checksums()
+
+
+@pytest.mark.parametrize("selector", ["draft", "target", "all"])
+def test_h5_tensors_reach_the_model_that_is_selected(
+    live: type[Live], drafted: Any, selector: str
+) -> None:
+    server, told = live(drafted[0], **MTP), live(drafted[1], **MTP).store.checksums()
+    before, tensors = server.store.checksums(), load_file(drafted[1] / FILE)
+    drafts = {name for name in differing(before, told) if name.startswith("mtp.")}
+    wanted = {"draft": drafts, "target": differing(before, told) - drafts}
+    assert server.ask(BeginUpdate, selector=selector).ok
+    assert server.push(tensors).ok
+    assert server.ask(EndUpdate).ok
+    changed = differing(before, server.store.checksums())
+    assert changed == wanted.get(selector, differing(before, told))
+
+
+def test_h5_a_draft_that_is_not_served_cannot_be_selected() -> None:
+    door: Any = SimpleNamespace(plan=SimpleNamespace(spec=None))
     with pytest.raises(RequestError, match="no draft model is served"):
-        check_selector("draft")
-    for path in paths:
-        config = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
-        (path / "config.json").write_text(json.dumps(config))
-    damage(paths[1], lambda tensors: tensors.update({"mtp.norm.weight": torch.ones(64)}))
-    reply = server.ask(UpdateFromDisk, path=str(paths[1]))
-    if reply.ok:
-        assert "mtp.norm.weight" in reply.payload["warnings"][0]
-    else:
-        assert "num_nextn_predict_layers" in reply.message
+        choose(door, "draft")
+    assert choose(door, None, disable_draft_model=True) == "target"
+    with pytest.raises(RequestError, match="disable_draft_model"):
+        choose(SimpleNamespace(plan=SimpleNamespace(spec=MTP)), "draft", disable_draft_model=True)
 
 
 def test_h6_nothing_that_a_graph_reads_moves_so_none_is_captured_again(

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft: its formula against Hugging Face's, its place in the model, its contract."""
+"""The draft: its formula against Hugging Face's, its place in the model."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,67 +22,25 @@ from transformers.modeling_layers import MtpModel
 from tetrarch.attention.pool import KVPool
 from tetrarch.attention.types import AttentionInputs
 from tetrarch.commands.arithmetic.problems import Split, eval_split
-from tetrarch.config.cli import read_keywords
-from tetrarch.config.hardware import Arch, Device
-from tetrarch.config.launch import plan_launch
-from tetrarch.config.plan import Plan, QuantPlan, SpecPlan
+from tetrarch.config.plan import Plan, SpecPlan
 from tetrarch.core.errors import CheckpointError
 from tetrarch.core.progress import NoProgress
 from tetrarch.models.build import Model, build_model
-from tetrarch.models.describe import describe
 from tetrarch.models.load import LoadReport, load_weights
-from tetrarch.models.readback import checksums, digests_of
+from tetrarch.models.readback import checksums
 from tetrarch.models.report import Unused
 from tetrarch.models.sources import SafetensorsSource, Source, TensorSource
-from tetrarch.moe.experts import ExpertStager
-from tetrarch.moe.layer import MoELayer
-from tetrarch.moe.types import CanonicalExperts, Part, PlainExperts
 from tetrarch.numerics.contract import Quantization
 from tolerance import Tolerance, assert_close
 
+Drafted = Callable[..., Path]
 MTP = SpecPlan("mtp", num_steps=3, num_draft_tokens=4)
 BLOCK = "model.layers.4"  # of a draft of four layers, numbered
 EXPERTS = "mtp.layers.0.mlp.experts"
 FP32_LOGITS = Tolerance(
     rtol=0.0, atol=5e-6, reason="the same FP32 sums in another order, through one layer and a head"
 )
-CPU = Device(
-    arch=Arch.CPU,
-    name="cpu",
-    torch_device="cpu",
-    num_devices=1,
-    memory_bytes=1 << 33,
-    physical_cores=1,
-)
 TOKENS = torch.tensor([7, 3, 250, 91, 4, 4, 178, 66, 5, 12, 99, 31, 200, 8])
-
-
-@pytest.fixture(scope="session")
-def drafted(
-    tiny: ModuleType, tiny_checkpoint: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Path]:
-    """Return a factory: family, number of draft layers → folder with random ones."""
-
-    def make(family: str, count: int = 1, **overrides: object) -> Path:
-        folder = tmp_path_factory.mktemp("drafted") / family
-        shutil.copytree(tiny_checkpoint(family, **overrides).path, folder)
-        tiny.add_draft_layers(folder, count=count)
-        return folder
-
-    return make
-
-
-@pytest.fixture
-def load(make_plan: Callable[..., Plan]) -> Callable[..., tuple[Model, LoadReport, Plan]]:
-    def run(
-        path: Path, source: Source | None = None, *, draft: Any = None, **contract: Any
-    ) -> tuple[Model, LoadReport, Plan]:
-        plan = replace(make_plan(path, **contract), spec=MTP)
-        plan = replace(plan, quant=replace(plan.quant, draft=draft))
-        model, source = build_model(plan), source or SafetensorsSource(path)
-        return model, load_weights(model, source, plan=plan.quant, progress=NoProgress()), plan
-
-    return run
 
 
 class Run:
@@ -125,6 +80,18 @@ class Run:
         return found.logits, found.hidden
 
 
+@pytest.fixture
+def load(make_plan: Callable[..., Plan]) -> Callable[..., tuple[Model, LoadReport, Plan]]:
+    def run(
+        path: Path, source: Source | None = None, **contract: Any
+    ) -> tuple[Model, LoadReport, Plan]:
+        plan = replace(make_plan(path, **contract), spec=MTP)
+        model, source = build_model(plan), source or SafetensorsSource(path)
+        return model, load_weights(model, source, plan=plan.quant, progress=NoProgress()), plan
+
+    return run
+
+
 def hugging_face(path: Path, ids: Tensor, hidden: Tensor, num_layers: int) -> Tensor:
     """Hugging Face's MTP logits of every row: (T, V)."""
     main = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
@@ -140,9 +107,9 @@ def hugging_face(path: Path, ids: Tensor, hidden: Tensor, num_layers: int) -> Te
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_the_head_equals_hugging_faces(
-    drafted: Callable[..., Path], load: Callable[..., Any], family: str
+    drafted_checkpoint: Drafted, load: Callable[..., Any], family: str
 ) -> None:
-    path = drafted(family)
+    path = drafted_checkpoint(family)
     model, _, _ = load(path)
     run = Run(model)
     logits, hidden = run.target(TOKENS)
@@ -153,10 +120,10 @@ def test_the_head_equals_hugging_faces(
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_moe"])
 def test_rows_in_pieces_and_longer_chains_are_the_same_draft(
-    drafted: Callable[..., Path], load: Callable[..., Any], family: str
+    drafted_checkpoint: Drafted, load: Callable[..., Any], family: str
 ) -> None:
     """The entries of earlier calls are read from the pages, latent ones too."""
-    model, _, _ = load(drafted(family))
+    model, _, _ = load(drafted_checkpoint(family))
     whole, pieces = Run(model), Run(model)
     _, hidden = whole.target(TOKENS)
     following = TOKENS.roll(-1)
@@ -169,9 +136,9 @@ def test_rows_in_pieces_and_longer_chains_are_the_same_draft(
 
 
 def test_hidden_states_are_those_that_become_logits(
-    drafted: Callable[..., Path], load: Callable[..., Any]
+    drafted_checkpoint: Drafted, load: Callable[..., Any]
 ) -> None:
-    model, _, _ = load(drafted("deepseek_v3"))
+    model, _, _ = load(drafted_checkpoint("deepseek_v3"))
     logits, hidden = Run(model).target(TOKENS)
     assert torch.equal(model.hf.get_output_embeddings()(hidden), logits)
     rows = torch.arange(len(TOKENS))
@@ -182,9 +149,11 @@ def test_hidden_states_are_those_that_become_logits(
 
 
 def test_a_draft_is_one_more_layer_of_the_model(
-    drafted: Callable[..., Path], load: Callable[..., Any], make_plan: Callable[..., Plan]
+    drafted_checkpoint: Drafted,
+    load: Callable[..., Any],
+    make_plan: Callable[..., Plan],
 ) -> None:
-    path = drafted("deepseek_v3")
+    path = drafted_checkpoint("deepseek_v3")
     model, report, _ = load(path)
     assert [site.index for site in model.sites] == [0, 1, 2, 3, 4]
     assert model.sites[-1].name == "mtp.layers.0.self_attn"
@@ -208,100 +177,29 @@ def test_a_draft_is_one_more_layer_of_the_model(
     ("family", "first"), [("glm4_moe", "model.layers.5."), ("qwen3_moe", "mtp.layers.1.")]
 )
 def test_of_several_draft_layers_the_first_is_loaded_and_the_others_reported(
-    drafted: Callable[..., Path], load: Callable[..., Any], family: str, first: str
+    drafted_checkpoint: Drafted, load: Callable[..., Any], family: str, first: str
 ) -> None:
-    _, report, _ = load(drafted(family, count=2))
+    _, report, _ = load(drafted_checkpoint(family, count=2))
     unused = report.unused[Unused.MTP]
     assert unused
     assert all(name.startswith(first) for name in unused)
 
 
 def test_without_speculation_a_draft_is_reported_and_not_loaded(
-    drafted: Callable[..., Path], make_plan: Callable[..., Plan]
+    drafted_checkpoint: Drafted, make_plan: Callable[..., Plan]
 ) -> None:
-    plan = make_plan(drafted("qwen3_moe"))
+    plan = make_plan(drafted_checkpoint("qwen3_moe"))
     source = SafetensorsSource(plan.model.path)
     report = load_weights(build_model(plan), source, plan=plan.quant, progress=NoProgress())
     assert "mtp.fc.weight" in report.unused[Unused.MTP]
     assert Unused.DRAFT_COPY not in report.unused
 
 
-def drafts_codes(path: Path, layer: MoELayer, plan: QuantPlan) -> CanonicalExperts:
-    """The draft's experts of a folder, quantized by themselves."""
-    stager, source = ExpertStager(layer.spec, plan), SafetensorsSource(path)
-    names = {"gate_proj": Part.GATE, "up_proj": Part.UP, "down_proj": Part.DOWN}
-    for name, tensor in source.read([name for name in source.headers if name.startswith(EXPERTS)]):
-        expert, part, _ = name.removeprefix(f"{EXPERTS}.").split(".")
-        stager.put(names[part], int(expert), tensor)
-    experts = stager.finish()
-    assert isinstance(experts, CanonicalExperts)
-    return experts
-
-
-def launched(path: Path, **settings: Any) -> tuple[Model, Plan]:
-    reading = read_keywords({"model": path, "speculative_algorithm": "mtp", **settings}, {})
-    plan = plan_launch(reading, describe=describe, device=CPU)
-    model, source = build_model(plan), SafetensorsSource(path)
-    load_weights(model, source, plan=plan.quant, progress=NoProgress())
-    return model, plan
-
-
-def stored(lab: Any, path: Path, form: str, section: dict[str, Any]) -> Path:
-    """Store the target's experts in a form and leave the draft as it is, and say so."""
-    out, _ = lab.store(path, form, lambda n: lab.experts(n) and not n.startswith("mtp."))
-    config = json.loads((out / "config.json").read_text())
-    config["quantization_config"] |= section
-    (out / "config.json").write_text(json.dumps(config))
-    return out
-
-
-def test_a_draft_that_the_source_excludes_is_quantized_per_token(
-    lab: Any, drafted: Callable[..., Path]
-) -> None:
-    """Its codes are those of quantizing the source's values directly."""
-    path = stored(lab, drafted("qwen3_moe"), "fp8_block", {"modules_to_not_convert": ["mtp"]})
-    model, plan = launched(path, quantization="nvfp4_online")
-    assert plan.quant.contract.name == "nvfp4_online/per_token"
-    want = drafts_codes(path, model.experts[EXPERTS], plan.quant)
-    assert digests_of(EXPERTS, model.experts[EXPERTS].canonical()) == digests_of(EXPERTS, want)
-    [said] = [d for d in plan.decisions if d.field == "draft_experts"]
-    assert said.value == "quantized online"
-    plain, _ = launched(path, quantization="nvfp4_online", fp4_ignored_layers=["mtp"])
-    kept = plain.experts[EXPERTS].canonical()
-    assert isinstance(kept, PlainExperts)  # negative control: the operator's word counts
-
-
-@pytest.mark.parametrize("form", ["nvfp4_modelopt", "nvfp4_compressed"])
-def test_a_plain_draft_in_a_serialized_checkpoint_is_what_it_is_or_quantized_if_asked(
-    lab: Any, drafted: Callable[..., Path], form: str
-) -> None:
-    path = stored(lab, drafted("qwen3_moe"), form, {"ignore": ["re:^mtp.*"]})
-    model, _ = launched(path)
-    assert isinstance(model.experts[EXPERTS].canonical(), PlainExperts)
-    assert isinstance(model.experts["model.layers.3.mlp.experts"].canonical(), CanonicalExperts)
-    for activations in ("per_token", "per_tensor", "bf16"):
-        asked, plan = launched(
-            path, moe_activations=activations, speculative_draft_quantization="nvfp4_online"
-        )
-        want = drafts_codes(path, asked.experts[EXPERTS], plan.quant.at(EXPERTS))
-        assert digests_of(EXPERTS, asked.experts[EXPERTS].canonical()) == digests_of(EXPERTS, want)
-        logits, hidden = Run(asked).target(TOKENS)
-        assert torch.isfinite(Run(asked).draft(TOKENS, hidden)[0]).all()
-        assert torch.isfinite(logits).all()
-
-
-def test_a_serialized_draft_stays_serialized(lab: Any, drafted: Callable[..., Path]) -> None:
-    path, _ = lab.store(drafted("qwen3_moe"), "nvfp4_modelopt", lab.experts)
-    model, plan = launched(path)
-    assert plan.quant.at(EXPERTS).contract is plan.quant.contract
-    assert isinstance(model.experts[EXPERTS].canonical(), CanonicalExperts)
-
-
 def test_the_target_keeps_its_head_and_embedding_for_both(
-    drafted: Callable[..., Path], load: Callable[..., Any]
+    drafted_checkpoint: Drafted, load: Callable[..., Any]
 ) -> None:
     """What is written to the target's slots is what the draft reads."""
-    model, _, _ = load(drafted("glm4_moe"))
+    model, _, _ = load(drafted_checkpoint("glm4_moe"))
     run = Run(model)
     _, hidden = run.target(TOKENS)
     before, _ = run.draft(TOKENS, hidden)
@@ -323,12 +221,12 @@ def test_the_target_keeps_its_head_and_embedding_for_both(
     ],
 )
 def test_a_damaged_draft_is_refused_like_a_damaged_layer(
-    drafted: Callable[..., Path],
+    drafted_checkpoint: Drafted,
     load: Callable[..., Any],
     damage: Callable[[dict[str, Tensor]], object],
     words: str,
 ) -> None:
-    path = drafted("qwen3_moe")
+    path = drafted_checkpoint("qwen3_moe")
     tensors = load_file(path / "model.safetensors")
     damage(tensors)
     with pytest.raises(CheckpointError, match=re.escape(words)):

@@ -179,7 +179,10 @@ def test_a_tensor_update_reaches_the_engine_as_bytes(asked: Ask) -> None:
         "weight_version": "9",
         "flush_cache": False,
         "abort_all_requests": True,
+        "selector": "target",
     }
+    _, [action] = asked("/update_weights_from_tensor", {**body, "disable_draft_model": True})
+    assert action.selector == "target"
 
 
 def test_a_large_payload_arrives(asked: Ask) -> None:
