@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tetrarch.attention.kernels import ORDINARY
 from tetrarch.attention.layer import (
     CONTEXT,
     AttentionCall,
@@ -84,7 +85,9 @@ def test_plain_attention_equals_torch() -> None:
     pool = KVPool([site], 3, page_size=4, dtype=torch.float32, device=torch.device("cpu"))
     query = torch.randn(1, HEADS, TOKENS, DIM)
     key, value = torch.randn(2, 1, GROUPS, TOKENS, DIM)
-    context = PagedAttention(inputs(TOKENS, 4), pool, sites={module: site}, tap=None)
+    context = PagedAttention(
+        inputs(TOKENS, 4), pool, sites={module: site}, tap=None, kernels=ORDINARY
+    )
     got, weights = attention(module, query, key, value, None, **{CONTEXT: context})
     want = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     assert weights is None
@@ -114,7 +117,9 @@ def test_absorbed_attention_equals_expanded_attention() -> None:
     key = torch.cat((both[..., :plain], turned.expand(-1, HEADS, -1, -1)), -1)
     want = F.scaled_dot_product_attention(query, key, both[..., plain:], is_causal=True, scale=0.4)
     tap = LatentTap()
-    context = PagedAttention(inputs(TOKENS, 4), pool, sites={module: site}, tap=tap)
+    context = PagedAttention(
+        inputs(TOKENS, 4), pool, sites={module: site}, tap=tap, kernels=ORDINARY
+    )
     first = tap.update(latent, turned, 0)
     assert [part.shape[2] for part in first] == [1, 1]
     got, _ = attention(module, query, *first, None, **{CONTEXT: context, "scaling": 0.4})

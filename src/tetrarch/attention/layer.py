@@ -12,20 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
+from tetrarch.attention.kernels import AttentionKernels
 from tetrarch.attention.pool import KVPool
 from tetrarch.attention.types import AttentionInputs, AttentionSite
 from tetrarch.core.errors import UnknownAttentionArgument
-from tetrarch.kernels.attention.reference import (
-    PagedBatch,
-    ScoreRule,
-    paged_attention,
-    paged_latent_attention,
-    plan_batch,
-    write_,
-)
+from tetrarch.kernels.attention.reference import PagedBatch, ScoreRule, plan_batch, write_
 
 __all__ = [
     "CONTEXT",
@@ -150,6 +143,7 @@ class PagedAttention:
         pool: The pages.
         sites: Each attention module's place in the pool.
         tap: What the model gets as `past_key_values`; `None` for models without MLA.
+        kernels: What computes.
     """
 
     def __init__(
@@ -159,8 +153,9 @@ class PagedAttention:
         *,
         sites: Mapping[nn.Module, AttentionSite],
         tap: LatentTap | None,
+        kernels: AttentionKernels,
     ) -> None:
-        self._pool, self._sites, self._tap = pool, sites, tap
+        self._pool, self._sites, self._tap, self._kernels = pool, sites, tap, kernels
         self._batch: PagedBatch = plan_batch(
             inputs.page_table,
             write_at=inputs.write_at,
@@ -180,13 +175,12 @@ class PagedAttention:
             key, value = call.key[0].transpose(0, 1), call.value[0].transpose(0, 1)
         write_(keys, key, self._batch)
         write_(values, value, self._batch)
+        kernels = self._kernels
         if not site.latent:
-            return paged_attention(query, keys, values, self._batch, call.rule)[None]
+            return kernels.paged(query, keys, values, self._batch, call.rule)[None]
         # (H, n + v, r): rows that expand a latent to a head's keys, then to its values
         expand = module.get_parameter("kv_b_proj.weight").view(query.shape[1], -1, site.key_dim)
         plain = query.shape[-1] - site.value_dim
-        latent = torch.einsum("thn,hnr->thr", query[..., :plain], expand[:, :plain])
-        rows = paged_latent_attention(
-            latent, query[..., plain:], keys, values, self._batch, call.rule
-        )
-        return torch.einsum("thr,hvr->thv", rows, expand[:, plain:])[None]
+        latent = kernels.per_head(query[..., :plain], expand[:, :plain])
+        rows = kernels.latent(latent, query[..., plain:], keys, values, self._batch, call.rule)
+        return kernels.per_head(rows, expand[:, plain:].mT)[None]

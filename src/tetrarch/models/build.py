@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tetrarch.attention.kernels import ORDINARY, ROW_INVARIANT
 from tetrarch.attention.layer import CONTEXT, LatentTap, PagedAttention
 from tetrarch.attention.pool import KVPool
 from tetrarch.attention.types import AttentionInputs, AttentionSite
@@ -25,6 +26,7 @@ from tetrarch.models.materialise import materialise, shorten_lookups
 from tetrarch.models.names import NamePlan
 from tetrarch.models.norms import fuse_norms
 from tetrarch.models.onednn import is_small, without_onednn
+from tetrarch.models.row_invariant import RowInvariant
 from tetrarch.models.skeleton import ExpertSite, read_skeleton, swap_module
 from tetrarch.moe.build import build_layer
 from tetrarch.moe.layer import MoELayer
@@ -62,6 +64,7 @@ class Model:
         dtype: Of hidden states, keys and values.
         device: Where everything is.
         vocab_size: Width of the logits.
+        deterministic: A row's bits depend on its own sequence alone.
     """
 
     hf: PreTrainedModel
@@ -74,6 +77,7 @@ class Model:
     dtype: torch.dtype
     device: torch.device
     vocab_size: int
+    deterministic: bool
 
     @cached_property
     def draft(self) -> DraftHead | None:
@@ -119,7 +123,7 @@ class Model:
         arguments = self._arguments(positions, attn, pool)
         kept: list[Tensor] = []
         with (
-            self._fast_linears(len(token_ids)),
+            self._arithmetic(len(token_ids)),
             _hidden_kept(self.hf.base_model, kept) if wants_hidden else nullcontext(),
         ):
             output = self.hf(input_ids=token_ids[None], logits_to_keep=logits_at, **arguments)
@@ -160,18 +164,21 @@ class Model:
         if self.draft is None or head is None:
             raise RuntimeError("the plan of this model does not speculate")
         arguments = self._arguments(positions, attn, pool)
-        with self._fast_linears(len(token_ids)):
+        with self._arithmetic(len(token_ids)):
             rows = self.draft(token_ids[None], hidden[None], self.hf, **arguments)[0]
             return Forward(head(rows[logits_at]), rows)
 
     def _arguments(self, positions: Tensor, attn: AttentionInputs, pool: KVPool) -> dict[str, Any]:
         """Return what every layer is given."""
         tap = LatentTap() if self._is_latent else None
-        context = PagedAttention(attn, pool, sites=self._site_of, tap=tap)
+        kernels = ROW_INVARIANT if self.deterministic else ORDINARY
+        context = PagedAttention(attn, pool, sites=self._site_of, tap=tap, kernels=kernels)
         given: dict[str, Any] = dict(position_ids=positions[None], past_key_values=tap)
         return {**given, "use_cache": False, CONTEXT: context}
 
-    def _fast_linears(self, num_tokens: int) -> AbstractContextManager[None]:
+    def _arithmetic(self, num_tokens: int) -> AbstractContextManager[object]:
+        if self.deterministic:
+            return RowInvariant()
         alone = num_tokens == 1 and self._is_small
         return without_onednn() if alone else nullcontext()
 
@@ -240,6 +247,7 @@ def build_model(
         dtype=dtype,
         device=device,
         vocab_size=plan.model.facts.vocab_size,
+        deterministic=plan.deterministic,
     )
 
 

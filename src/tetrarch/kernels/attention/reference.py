@@ -13,9 +13,10 @@ of a group, n new tokens of each, L keys of the longest of them, rounded up to w
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +25,15 @@ from torch.nn import functional as F
 from tetrarch.core.units import ceil_div
 
 __all__ = [
+    "Group",
     "PagedBatch",
     "ScoreRule",
+    "in_order",
     "paged_attention",
     "paged_latent_attention",
+    "per_head",
     "plan_batch",
+    "queries_of",
     "write_",
 ]
 
@@ -49,7 +54,7 @@ class ScoreRule:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class Group:
     """Sequences that are computed in one call."""
 
     rows: slice | Tensor  # their query rows, N * n of them
@@ -61,6 +66,7 @@ class _Group:
         default_factory=dict[tuple[int | None, torch.dtype], Tensor | None]
     )
     _copies: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    memo: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])  # other kernels' own
 
     def read(self, pool: Tensor, role: str) -> Tensor:
         """Return the group's keys or values, copied out of their pages: (N, L, G, D).
@@ -107,7 +113,7 @@ class PagedBatch:
     num_tokens: int
     write_at: Tensor  # (T,) int64
     entered: Tensor | None  # pages that get their first rows, and not all of them
-    groups: tuple[_Group, ...]
+    groups: tuple[Group, ...]
 
 
 def plan_batch(
@@ -131,13 +137,13 @@ def plan_batch(
     members: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for row, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
         members[q_len, ceil_div(kv_len, page_size).bit_length()].append(row)
-    groups: list[_Group] = []
+    groups: list[Group] = []
     for (q_len, _), rows in members.items():
         lens = tuple(kv_lens[row] for row in rows)
         where = _query_rows([starts[row] for row in rows], q_len, page_table.device)
         pages = _pages(page_table, rows, [ceil_div(n, page_size) for n in lens])
         num_keys = max(lens) if len(rows) == 1 else page_size * (pages.numel() // len(rows))
-        groups.append(_Group(where, pages, lens, q_len, num_keys))
+        groups.append(Group(where, pages, lens, q_len, num_keys))
     entered = _entered(page_table, q_lens, kv_lens, page_size)
     return PagedBatch(starts[-1], write_at, entered, tuple(groups))
 
@@ -212,7 +218,7 @@ def paged_attention(
     """
     outputs = [
         _attend(
-            _queries(query, group),
+            queries_of(query, group),
             group.read(keys, "key"),
             group.read(values, "value"),
             group,
@@ -220,7 +226,7 @@ def paged_attention(
         )
         for group in batch.groups
     ]
-    return _in_order(outputs, batch)
+    return in_order(outputs, batch)
 
 
 def paged_latent_attention(
@@ -252,17 +258,22 @@ def paged_latent_attention(
     for group in batch.groups:
         latent = group.read(latents, "latent")
         key = torch.cat((latent, group.read(rotaries, "rotary")), dim=-1)
-        outputs.append(_attend(_queries(query, group), key, latent, group, rule))
-    return _in_order(outputs, batch)
+        outputs.append(_attend(queries_of(query, group), key, latent, group, rule))
+    return in_order(outputs, batch)
 
 
-def _queries(query: Tensor, group: _Group) -> Tensor:
+def per_head(rows: Tensor, weight: Tensor) -> Tensor:
+    """Multiply each head's rows by that head's weight: (T, H, K), (H, K, N) -> (T, H, N)."""
+    return torch.einsum("thk,hkn->thn", rows, weight)
+
+
+def queries_of(query: Tensor, group: Group) -> Tensor:
     """Return the group's queries: (T, H, D) -> (N, H, n, D)."""
     rows = query[group.rows]
     return rows.unflatten(0, (len(group.kv_lens), group.q_len)).transpose(1, 2)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, group: _Group, rule: ScoreRule) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, group: Group, rule: ScoreRule) -> Tensor:
     """Return the weighted values: (N, H, n, D), (N, L, G, D), (N, L, G, Dv) -> (N, H, n, Dv)."""
     if rule.sinks is not None or q.shape[-1] != v.shape[-1]:
         return _attend_in_steps(q, k, v, group, rule)
@@ -278,7 +289,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group: _Group, rule: ScoreRule) -> 
     )
 
 
-def _attend_in_steps(q: Tensor, k: Tensor, v: Tensor, group: _Group, rule: ScoreRule) -> Tensor:
+def _attend_in_steps(q: Tensor, k: Tensor, v: Tensor, group: Group, rule: ScoreRule) -> Tensor:
     """`_attend` for what torch's fused call cannot do: sinks, and values narrower than keys."""
     wide = torch.promote_types(q.dtype, torch.float32)
     num_seqs, num_heads, q_len, _ = q.shape
@@ -297,7 +308,7 @@ def _attend_in_steps(q: Tensor, k: Tensor, v: Tensor, group: _Group, rule: Score
     return out.view(num_seqs, num_heads, q_len, -1).to(q.dtype)
 
 
-def _in_order(outputs: list[Tensor], batch: PagedBatch) -> Tensor:
+def in_order(outputs: list[Tensor], batch: PagedBatch) -> Tensor:
     """Put the groups' rows back in batch order: (N, H, n, D) each -> (T, H, D)."""
     rows = [output.transpose(1, 2).flatten(0, 1) for output in outputs]
     if len(rows) == 1:
