@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,20 @@ def test_fp32_doubles_what_is_not_packed(facts: ModelFacts) -> None:
     full = estimate_memory(facts, ONLINE, dtype="float32", decoded_cache=False)
     assert (full.dense, full.kv_per_token) == (half.dense * 2, half.kv_per_token * 2)
     assert full.experts == half.experts
+
+
+def test_a_draft_is_counted_under_its_own_contract(facts: ModelFacts) -> None:
+    drafted = replace(
+        facts,
+        num_draft_dense_params=1000,
+        num_draft_expert_params=3200,
+        draft_kv_elements_per_token=64,
+    )
+    without = estimate_memory(drafted, ONLINE, dtype="bfloat16", decoded_cache=True)
+    plain = estimate_memory(drafted, ONLINE, dtype="bfloat16", decoded_cache=True, draft=PLAIN)
+    packed = estimate_memory(drafted, ONLINE, dtype="bfloat16", decoded_cache=True, draft=ONLINE)
+    assert plain.dense - without.dense == packed.dense - without.dense == 2000
+    assert plain.experts - without.experts == 6400
+    assert packed.experts - without.experts == 1800
+    assert plain.decoded_experts == without.decoded_experts == packed.decoded_experts - 6400
+    assert packed.kv_per_token - without.kv_per_token == 128

@@ -54,6 +54,9 @@ def test_the_demo_model_has_one_draft_layer(demo_path: Path) -> None:
     facts = describe(str(demo_path))
     assert facts.num_mtp_layers == 1
     assert facts.num_dense_params + facts.num_expert_params == 6438912
+    assert facts.num_draft_expert_params == 8 * 3 * 256 * 128
+    assert facts.num_draft_dense_params == 331136  # all that its mtp.* tensors hold besides
+    assert facts.draft_kv_elements_per_token * 6 == facts.kv_elements_per_token
     assert facts.architectures == ("Qwen3MoeForCausalLM",)
 
 

@@ -62,7 +62,11 @@ def _decision(field: KnobField, decisions: dict[str, Decision], args: LaunchArgs
 def _memory(plan: Plan) -> Iterator[Decision]:
     contract, dtype = plan.quant.contract, plan.model.dtype
     estimate = estimate_memory(
-        plan.model.facts, contract, dtype=dtype, decoded_cache=plan.experts.decoded_cache
+        plan.model.facts,
+        contract,
+        dtype=dtype,
+        decoded_cache=plan.experts.decoded_cache,
+        draft=plan.spec and (plan.quant.draft or contract),
     )
     kept = "codes and scales" if contract.quantizes_weights else dtype
     saved = f"{format_bytes(estimate.unquantized_experts)} in {dtype}"

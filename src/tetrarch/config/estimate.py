@@ -39,16 +39,27 @@ def dtype_bytes(dtype: str) -> int:
 
 
 def estimate_memory(
-    facts: ModelFacts, contract: QuantContract, *, dtype: str, decoded_cache: bool
+    facts: ModelFacts,
+    contract: QuantContract,
+    *,
+    dtype: str,
+    decoded_cache: bool,
+    draft: QuantContract | None = None,
 ) -> MemoryEstimate:
-    """Count the bytes of a model under a contract."""
+    """Count the bytes of a model under a contract, and of its draft under the draft's, if any."""
     size = dtype_bytes(dtype)
-    plain = facts.num_expert_params * size
-    packed = int(facts.num_expert_params * _BITS_PER_NVFP4 / 8)
+    dense, kv = facts.num_dense_params, facts.kv_elements_per_token
+    groups = [(facts.num_expert_params, contract)]
+    if draft is not None:
+        dense += facts.num_draft_dense_params
+        kv += facts.draft_kv_elements_per_token
+        groups.append((facts.num_draft_expert_params, draft))
+    packed = sum(count for count, each in groups if each.quantizes_weights)
+    plain = sum(count for count, each in groups if not each.quantizes_weights)
     return MemoryEstimate(
-        dense=facts.num_dense_params * size,
-        experts=packed if contract.quantizes_weights else plain,
-        decoded_experts=plain if decoded_cache else 0,
-        unquantized_experts=plain,
-        kv_per_token=facts.kv_elements_per_token * size,
+        dense=dense * size,
+        experts=int(packed * _BITS_PER_NVFP4 / 8) + plain * size,
+        decoded_experts=packed * size if decoded_cache else 0,
+        unquantized_experts=(packed + plain) * size,
+        kv_per_token=kv * size,
     )

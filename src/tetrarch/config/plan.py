@@ -60,6 +60,9 @@ class ModelFacts:
     num_expert_params: int
     kv_elements_per_token: int  # all layers, keys and values together
     num_mtp_layers: int
+    num_draft_dense_params: int = 0  # of a draft, which is one layer and what joins it
+    num_draft_expert_params: int = 0
+    draft_kv_elements_per_token: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

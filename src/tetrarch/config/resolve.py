@@ -77,7 +77,7 @@ def _decide(
     parallel = resolve_parallel(args, ledger)
     spec = resolve_speculation(args, checkpoint, facts, ledger, draft=draft)
     graphs = resolve_graphs(args, spec, ledger)
-    deterministic = resolve_deterministic(args, ledger)
+    deterministic = resolve_deterministic(args, device, ledger)
     schedule = resolve_schedule(args, spec, device, ledger)
     memory = resolve_memory(args, model, device, schedule, ledger)
     threads = resolve_threads(args, parallel, device, ledger)

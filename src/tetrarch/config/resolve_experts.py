@@ -68,7 +68,9 @@ def resolve_decoded_cache(
         why = ASKED if args.decoded_cache != "auto" else "there is nothing to decode"
         ledger.decide("decoded_cache", args.decoded_cache if useful else "off", why)
         return useful and args.decoded_cache == "on"
-    estimate = estimate_memory(model.facts, quant.contract, dtype=model.dtype, decoded_cache=True)
+    estimate = estimate_memory(
+        model.facts, quant.contract, dtype=model.dtype, decoded_cache=True, draft=quant.draft
+    )
     need, have = estimate.decoded_experts, device.memory_bytes
     fits = need * _CACHE_SHARE <= have
     verdict = "fit in" if fits else "are more than"

@@ -7,6 +7,7 @@ What is refused is carried on as it was asked for, so that whatever else it brea
 from __future__ import annotations
 
 from tetrarch.config.args import LaunchArgs
+from tetrarch.config.hardware import Arch, Device
 from tetrarch.config.ledger import Ledger
 from tetrarch.config.plan import GraphPlan, ParallelPlan, SpecPlan
 from tetrarch.core.errors import ConfigError, Unsupported
@@ -62,13 +63,15 @@ def resolve_graphs(args: LaunchArgs, spec: SpecPlan | None, ledger: Ledger) -> G
     )
 
 
-def resolve_deterministic(args: LaunchArgs, ledger: Ledger) -> bool:
+def resolve_deterministic(args: LaunchArgs, device: Device, ledger: Ledger) -> bool:
     """Settle whether results may depend on what runs beside them."""
-    if args.deterministic:
+    if args.deterministic and device.arch is not Arch.CPU:
         ledger.refuse(
-            _not_yet(
-                "--deterministic",
-                "matrix products may still be rounded differently in batches of another size",
+            Unsupported(
+                f"--deterministic is not supported on {device.arch} yet",
+                why="its matrix products round a row differently in batches of another size; "
+                "the CPU's are cut into tiles of one shape",
+                fix="leave it out, or --device cpu",
             )
         )
     if args.deterministic and args.fused_finalize:
@@ -79,4 +82,7 @@ def resolve_deterministic(args: LaunchArgs, ledger: Ledger) -> bool:
                 fix="leave one of the two out",
             )
         )
+    why = "a request's bits depend on its prompt, settings and seed; on one kind of CPU and threads"
+    no = "a request's last bits depend on what runs beside it"
+    ledger.decide("deterministic", *(("on", why) if args.deterministic else ("off", no)))
     return args.deterministic

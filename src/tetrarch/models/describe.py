@@ -8,6 +8,8 @@ import torch
 from tetrarch.attention.pool import bytes_per_token
 from tetrarch.config.plan import ModelFacts
 from tetrarch.core.errors import CheckpointError
+from tetrarch.models.draft import DraftHead
+from tetrarch.models.experts import is_expert_module
 from tetrarch.models.names import num_mtp_layers
 from tetrarch.models.skeleton import Skeleton, read_skeleton
 
@@ -34,6 +36,7 @@ def describe(path: str) -> ModelFacts:
             why="no token would reach an expert: the configuration asks for no expert per token",
             fix="correct num_experts_per_tok in config.json",
         )
+    draft, draft_experts = _num_draft_params(skeleton)
     sizes = [site.shape for site in skeleton.experts]
     largest = max(sizes, key=lambda shape: shape.num_experts * shape.intermediate_size)
     return ModelFacts(
@@ -52,6 +55,9 @@ def describe(path: str) -> ModelFacts:
         num_expert_params=expert_params,
         kv_elements_per_token=bytes_per_token(skeleton.attention, torch.int8),
         num_mtp_layers=num_mtp_layers(config),
+        num_draft_dense_params=draft - draft_experts,
+        num_draft_expert_params=draft_experts,
+        draft_kv_elements_per_token=bytes_per_token(skeleton.attention[-1:], torch.int8),
     )
 
 
@@ -63,3 +69,13 @@ def _num_params(skeleton: Skeleton) -> tuple[int, int]:
         for parameter in skeleton.model.get_submodule(site.path).parameters()
     )
     return sum(parameter.numel() for parameter in skeleton.model.parameters()), experts
+
+
+def _num_draft_params(skeleton: Skeleton) -> tuple[int, int]:
+    """Count the parameters that a draft would add, and those of its experts among them."""
+    draft = DraftHead(skeleton.model)
+    experts = [module for module in draft.modules() if is_expert_module(module)]
+    return (
+        sum(parameter.numel() for parameter in draft.parameters()),
+        sum(parameter.numel() for module in experts for parameter in module.parameters()),
+    )
