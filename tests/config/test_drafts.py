@@ -98,7 +98,7 @@ def test_a_layer_too_many_is_no_draft_without_a_drafts_marks() -> None:
 def test_a_folder_of_mtp_tensors_alone_is_a_draft(tmp_path: Path) -> None:
     save_file({"mtp.fc.weight": torch.zeros(2, 4)}, tmp_path / "model.safetensors")
     draft = read_draft(str(tmp_path), num_layers=4)
-    assert draft.scan.names == {"mtp.fc.weight": "fc.weight"}
+    assert draft.draft.names == {"mtp.fc.weight": "fc.weight"}
     assert draft.fields == {}
 
 
@@ -111,4 +111,4 @@ def test_no_folder_and_no_weights_are_refused(tmp_path: Path, make: Callable[[Pa
 def test_a_whole_checkpoint_tells_its_model(demo_path: Path) -> None:
     draft = read_draft(str(demo_path), num_layers=6)
     assert draft.fields == {"model_type": "qwen3_moe", "hidden_size": 256, "vocab_size": 1024}
-    assert len(draft.scan.names) == 37
+    assert len(draft.draft.names) == 37

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,12 +24,14 @@ from tetrarch.attention.pool import KVPool
 from tetrarch.attention.types import AttentionInputs
 from tetrarch.commands.arithmetic.problems import Split, eval_split
 from tetrarch.config.plan import Plan, SpecPlan
-from tetrarch.core.errors import CheckpointError
+from tetrarch.core.errors import CheckpointError, TetrarchError
 from tetrarch.core.progress import NoProgress
 from tetrarch.models.build import Model, build_model
+from tetrarch.models.draft import DraftHead
 from tetrarch.models.load import LoadReport, load_weights
-from tetrarch.models.readback import checksums
+from tetrarch.models.readback import checksums, read_back
 from tetrarch.models.report import Unused
+from tetrarch.models.skeleton import read_skeleton
 from tetrarch.models.sources import SafetensorsSource, Source, TensorSource
 from tetrarch.numerics.contract import Quantization
 from tolerance import Tolerance, assert_close
@@ -252,3 +255,48 @@ def test_the_demo_models_draft_foresees_what_comes_next(
         hits = (drafts[:-1] == ids[2:])[num_prompt - 1 :]
         right, count = right + int(hits.sum()), count + len(hits)
     assert right / count > 0.95, f"{right} of {count}"
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_a_drafts_weights_are_read_back_by_the_checkpoints_names(
+    drafted_checkpoint: Drafted, load: Callable[..., Any], family: str
+) -> None:
+    path = drafted_checkpoint(family)
+    model, _, _ = load(path)
+    tensors = load_file(path / "model.safetensors")
+    prefix = BLOCK if family == "deepseek_v3" else "mtp.layers.0"
+    inside = ("mlp.experts.2.up_proj.weight", "self_attn.o_proj.weight", "mlp.gate.weight")
+    for name in (f"{prefix}.{rest}" for rest in inside):
+        assert torch.equal(read_back(model, name), tensors[name])
+
+
+def test_every_family_can_have_a_draft(tiny: ModuleType, tmp_path: Path) -> None:
+    for family in tiny.FAMILIES:
+        tiny.tiny_config(family).save_pretrained(tmp_path / family)
+        plain, drafted = (
+            read_skeleton(str(tmp_path / family), dtype=torch.bfloat16, drafts=drafts)
+            for drafts in (False, True)
+        )
+        assert drafted.attention[:-1] == plain.attention
+        assert drafted.attention[-1] == replace(
+            plain.attention[-1], index=4, name="mtp.layers.0.self_attn"
+        )
+        assert [site.path for site in drafted.experts[len(plain.experts) :]] == [EXPERTS]
+
+
+def test_a_draft_that_asks_for_what_we_do_not_honour_is_refused_with_its_target(
+    drafted_checkpoint: Drafted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The probe's two tokens go through the draft as well."""
+
+    def masked(self: DraftHead, ids: Tensor, hidden: Tensor, target: Any, **arguments: Any) -> None:
+        del ids, target
+        self.layers[0].self_attn(
+            hidden, position_embeddings=(hidden, hidden), attention_mask=hidden, **arguments
+        )
+
+    path = str(drafted_checkpoint("qwen3_moe"))
+    monkeypatch.setattr(DraftHead, "forward", masked)
+    with pytest.raises(TetrarchError):
+        read_skeleton(path, dtype=torch.float32, drafts=True)
+    assert read_skeleton(path, dtype=torch.float32).attention

@@ -141,12 +141,12 @@ class DraftCheckpoint:
     Attributes:
         path: The folder.
         fields: Of its `config.json`, where it has one, those that tell its model.
-        scan: Its first draft layer.
+        draft: Its first draft layer.
     """
 
     path: str
     fields: Mapping[str, object]
-    scan: DraftScan
+    draft: DraftScan
 
 
 def read_draft(path: str, *, num_layers: int) -> DraftCheckpoint:

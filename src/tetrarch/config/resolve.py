@@ -8,6 +8,7 @@ order is held by types. Every error of a launch is raised together.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from tetrarch.config.args import LaunchArgs
 from tetrarch.config.budget import token_budget
@@ -82,34 +83,24 @@ def _decide(
     memory = resolve_memory(args, model, device, schedule, ledger)
     threads = resolve_threads(args, parallel, device, ledger)
     quant = resolve_quant(args, checkpoint, facts, ledger)
-    if spec is not None:
-        scan = checkpoint.draft if draft is None else draft.scan
-        quant = resolve_draft_quant(args, scan, quant, ledger)
+    quant = resolve_draft_quant(args, spec, (draft or checkpoint).draft, quant, ledger)
     route = ledger.attempt(lambda: resolve_route(args, quant, device, ledger))
-    budget = ledger.attempt(
-        lambda: token_budget(
-            schedule,
-            spec,
-            graphs=graphs,
-            parallel=parallel,
-            dispatch=args.moe_dispatch if route is None else route.dispatch,
-            context_len=model.context_len,
-        )
-    )
+    dispatch = args.moe_dispatch if route is None else route.dispatch
+    sized = partial(token_budget, schedule, spec, graphs=graphs, parallel=parallel)
+    budget = ledger.attempt(lambda: sized(dispatch=dispatch, context_len=model.context_len))
     if route is None or budget is None:
         return None
     ledger.decide("tokens_per_step", budget.per_rank, f"at most: {budget.term}")
     cache = resolve_decoded_cache(
         args, route, model=model, quant=quant, device=device, ledger=ledger
     )
-    experts = ExpertPlan(
-        route=route, finalize=route.finalize[0], budget=budget, decoded_cache=cache
-    )
     return Plan(
         model=model,
         quant=quant,
         parallel=parallel,
-        experts=experts,
+        experts=ExpertPlan(
+            route=route, finalize=route.finalize[0], budget=budget, decoded_cache=cache
+        ),
         spec=spec,
         graphs=graphs,
         memory=memory,

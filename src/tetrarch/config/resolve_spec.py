@@ -75,7 +75,7 @@ def resolve_speculation(
 
 
 def resolve_draft_quant(
-    args: LaunchArgs, scan: DraftScan, quant: QuantPlan, ledger: Ledger
+    args: LaunchArgs, spec: SpecPlan | None, scan: DraftScan, quant: QuantPlan, ledger: Ledger
 ) -> QuantPlan:
     """Let the draft's experts inherit the target's contract, or say why they do not.
 
@@ -84,10 +84,13 @@ def resolve_draft_quant(
 
     Args:
         args: What was asked for.
+        spec: Whether there is a draft at all.
         scan: The headers of the draft's tensors; empty where no weights are there yet.
         quant: The target's.
         ledger: Takes decisions and refusals.
     """
+    if spec is None:
+        return quant
     target, asked = quant.contract, args.speculative_draft_quantization
     _check_contradictions(target, asked, scan, ledger)
     if scan.linears:
@@ -193,7 +196,7 @@ def _check_separate(draft: DraftCheckpoint, facts: ModelFacts, ledger: Ledger) -
                 fix="name a draft of the same family, hidden size and vocabulary",
             )
         )
-    elif not draft.scan:
+    elif not draft.draft:
         ledger.refuse(
             CheckpointError(
                 f"{draft.path} holds no MTP layer of this model",

@@ -93,7 +93,8 @@ def update_summary(report: UpdateReport | None) -> str:
     if report is None:
         return "no update was open"
     size = format_bytes(report.num_bytes)
-    return f"updated {report.num_tensors} tensors, {size}, in {report.seconds:.2f} s"
+    source = "" if report.load is None else f" from {report.load.source}"
+    return f"updated {report.num_tensors} tensors, {size}, in {report.seconds:.2f} s{source}"
 
 
 def update_facts(report: UpdateReport | None) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from tetrarch.models.names import NamePlan
 from tetrarch.models.norms import fuse_norms
 from tetrarch.models.onednn import is_small, without_onednn
 from tetrarch.models.row_invariant import RowInvariant
-from tetrarch.models.skeleton import ExpertSite, read_skeleton, swap_module
+from tetrarch.models.skeleton import ExpertSite, Skeleton, read_skeleton, swap_module
 from tetrarch.moe.build import build_layer
 from tetrarch.moe.layer import MoELayer
 from tetrarch.moe.types import ExpertSpec
@@ -215,18 +215,12 @@ def build_model(
     device = device or torch.device(plan.device.torch_device)
     dtype: torch.dtype = getattr(torch, plan.model.dtype)
     skeleton = read_skeleton(plan.model.path, dtype=dtype, drafts=plan.spec is not None)
-    ignored = frozenset(
-        site.path
-        for site in skeleton.experts
-        if _is_ignored(site.path, plan.quant.at(site.path), skeleton.names)
-    )
     fuse_norms(skeleton.model, dtype=dtype, device=device)
-    scratch = SlotTable()
+    scratch, ignored = SlotTable(), _ignored(skeleton, plan.quant)
     layers: dict[str, MoELayer] = {}
     for site in skeleton.experts:
-        spec = _expert_spec(site, dtype=dtype, device=device)
         layers[site.path] = build_layer(
-            spec,
+            _expert_spec(site, dtype=dtype, device=device),
             plan.experts,
             plan.quant.at(site.path),
             scratch=scratch,
@@ -264,6 +258,12 @@ def _expert_spec(site: ExpertSite, *, dtype: torch.dtype, device: torch.device) 
         dtype=dtype,
         device=device,
     )
+
+
+def _ignored(skeleton: Skeleton, quant: QuantPlan) -> frozenset[str]:
+    """Return the expert layers that run unquantized because a pattern names them."""
+    paths = [site.path for site in skeleton.experts]
+    return frozenset(path for path in paths if _is_ignored(path, quant.at(path), skeleton.names))
 
 
 def _is_ignored(path: str, quant: QuantPlan, names: NamePlan) -> bool:

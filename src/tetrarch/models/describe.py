@@ -73,7 +73,10 @@ def _num_params(skeleton: Skeleton) -> tuple[int, int]:
 
 def _num_draft_params(skeleton: Skeleton) -> tuple[int, int]:
     """Count the parameters that a draft would add, and those of its experts among them."""
-    draft = DraftHead(skeleton.model)
+    try:
+        draft = DraftHead(skeleton.model)
+    except AttributeError:  # a body that calls its layers or its norm otherwise cannot have one
+        return 0, 0
     experts = [module for module in draft.modules() if is_expert_module(module)]
     return (
         sum(parameter.numel() for parameter in draft.parameters()),
