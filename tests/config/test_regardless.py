@@ -28,7 +28,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "--speculative-num-draft-tokens 1 does not go",
     ),
     "draft details": ({"speculative_num_steps": 2}, "without --speculative-algorithm"),
-    "determinism": ({"deterministic": True}, "--deterministic"),
     "a page": ({"max_prefill_tokens": 8}, "page of 16"),
     "two sizes": ({"kv_cache_bytes": 1 << 30, "kv_cache_fraction": 0.5}, "--kv-cache-bytes"),
     "a name": ({"served_model_name": "a:b"}, "colon"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tetrarch.config.hardware import Arch
 from tetrarch.config.plan import GraphPlan, ParallelPlan, Plan
 from tetrarch.core.errors import BudgetTooSmall, TetrarchError, Unsupported
 
@@ -23,7 +24,6 @@ Refusals = Callable[..., list[TetrarchError]]
         {"cuda_graphs": "on"},
         {"graph_max_batch": 64},
         {"graph_max_prefill_tokens": 2048},
-        {"deterministic": True},
         {"max_dispatch_tokens": 1024},
         {"fused_finalize": True},
         {"moe_dispatch": "all_to_all"},
@@ -90,3 +90,14 @@ def test_a_budget_that_is_too_small_is_reported_beside_the_refusals(
 def test_deterministic_and_fused_finalize_contradict_each_other(refusals: Refusals) -> None:
     errors = refusals(deterministic=True, fused_finalize=True)
     assert any("contradict each other" in error.what for error in errors)
+
+
+def test_deterministic_is_for_the_cpu(settle: Callable[..., Plan], refusals: Refusals) -> None:
+    plan = settle(deterministic=True)
+    assert plan.deterministic
+    [decision] = [one for one in plan.decisions if one.field == "deterministic"]
+    assert decision.value == "on"
+    assert not settle().deterministic
+    (error,) = refusals(deterministic=True, arch=Arch.SM90)
+    assert isinstance(error, Unsupported)
+    assert "--deterministic is not supported on sm90" in error.what

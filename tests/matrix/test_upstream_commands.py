@@ -89,7 +89,7 @@ COMMANDS = [
     Command(
         "deterministic -> fused finalize off",
         "--enable-deterministic-inference",
-        ("--deterministic is not supported yet", "contradict each other"),
+        ("contradict each other",),
         {"SGLANG_FLASHINFER_MOE_FUSED_FINALIZE": "1"},
     ),
 ]

@@ -255,7 +255,11 @@ OTHERS = [
     *(
         Case(theirs, ONLINE | settings, words=(words,))
         for theirs, settings, words in (
-            ("deterministic: fused finalize -> off", {"deterministic": True}, "--deterministic"),
+            (
+                "deterministic: fused finalize -> off",
+                {"deterministic": True, "fused_finalize": True},
+                "contradict each other",
+            ),
             ("fused finalize", {"fused_finalize": True}, "no runner of tetrarch has a fused"),
         )
     ),
