@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tetrarch.numerics.near_tie import NEAR_TIE  # eval uses it too
+
 __all__ = [
     "EXTRA_FP32_ROUNDING",
+    "NEAR_TIE",
     "RECIPROCAL_SCALE",
     "SGLANG_FP8_IN_FP16",
     "Tolerance",
