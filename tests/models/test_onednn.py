@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models compute a single row without oneDNN, and leave the switch as they found it."""
+"""Small models compute a few rows without oneDNN, and leave the switch as they found it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tetrarch.models.onednn import is_small, without_onednn
+from tetrarch.models.onednn import FEW_ROWS, is_small, without_onednn
 
 
 def test_one_large_layer_makes_a_model_large() -> None:
@@ -16,10 +16,11 @@ def test_one_large_layer_makes_a_model_large() -> None:
     assert not is_small(nn.Sequential(*small, nn.Linear(1024, 1024)))
 
 
-def test_a_row_is_the_same_up_to_rounding() -> None:
+@pytest.mark.parametrize("num_rows", range(1, FEW_ROWS + 1))
+def test_a_row_is_the_same_up_to_rounding(num_rows: int) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(256, 256).bfloat16()
-    row = torch.randn(1, 256).bfloat16()
+    row = torch.randn(num_rows, 256).bfloat16()
     with torch.no_grad(), without_onednn():
         alone = layer(row)
     exact = row.double() @ layer.weight.double().T + layer.bias.double()

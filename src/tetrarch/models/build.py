@@ -25,7 +25,7 @@ from tetrarch.models.draft import DraftHead, draft_of
 from tetrarch.models.materialise import materialise, shorten_lookups
 from tetrarch.models.names import NamePlan
 from tetrarch.models.norms import fuse_norms
-from tetrarch.models.onednn import is_small, without_onednn
+from tetrarch.models.onednn import FEW_ROWS, is_small, without_onednn
 from tetrarch.models.row_invariant import RowInvariant
 from tetrarch.models.skeleton import ExpertSite, Skeleton, read_skeleton, swap_module
 from tetrarch.moe.build import build_layer
@@ -179,8 +179,8 @@ class Model:
     def _arithmetic(self, num_tokens: int) -> AbstractContextManager[object]:
         if self.deterministic:
             return RowInvariant()
-        alone = num_tokens == 1 and self._is_small
-        return without_onednn() if alone else nullcontext()
+        are_few = num_tokens <= FEW_ROWS and self._is_small
+        return without_onednn() if are_few else nullcontext()
 
 
 @contextmanager
