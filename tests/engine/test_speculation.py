@@ -206,6 +206,20 @@ def test_drafts_are_dropped_by_who_loses_its_pages(make_bench: Make) -> None:
     assert bench.tokens("a") == bench.expected(request)
 
 
+def test_drafts_of_old_weights_are_proposals_like_any_other(make_bench: Make) -> None:
+    """Weights that are replaced in place, between a proposal and its verification."""
+    bench = make_bench(steps=3)
+    request = bench.add("a", PROMPT, max_new_tokens=13)
+    bench.step(2)
+    bench.engine.weight_version = "new"
+    assert len(bench.engine._live["a"].seq.drafts) == 3
+    bench.engine._live["a"].seq.drafts = (1, 2, 3)
+    bench.run()
+    assert bench.tokens("a") == bench.expected(request)
+    spans = [(span.version, span.start, span.end) for span in bench.last("a").versions]
+    assert spans == [("default", 0, 5), ("new", 5, 13)]
+
+
 def test_logits_that_are_not_finite_behind_a_draft_do_not_end_a_request(
     make_bench: Make, make_draft: Make
 ) -> None:
