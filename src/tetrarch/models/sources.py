@@ -8,10 +8,10 @@ read, so that a checkpoint which does not fit is refused before anything has bee
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -38,8 +38,7 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TensorHeader:
+class TensorHeader(msgspec.Struct, frozen=True):
     """What a stored tensor is, known without reading it."""
 
     shape: tuple[int, ...]
