@@ -15,7 +15,6 @@ from multiprocessing.connection import Connection as Pipe
 from multiprocessing.reduction import recv_handle
 from typing import Self, TypeVar
 
-import psutil
 from torch import Tensor
 
 from tetrarch.distributed.meeting import Meeting
@@ -73,7 +72,9 @@ class GlooLink:
 
     def receive(self, broadcasts: Sequence[Broadcast], timeout: float) -> list[Tensor]:
         """Receive broadcasts of rank 0; as `Link.receive` says."""
-        if sum(one.num_bytes for one in broadcasts) > psutil.virtual_memory().available:
+        if sum(one.num_bytes for one in broadcasts) > os.sysconf("SC_PHYS_PAGES") * os.sysconf(
+            "SC_PAGE_SIZE"
+        ):
             raise MemoryError
         deadline = time.monotonic() + timeout
         buffers: list[Tensor] = []

@@ -5,23 +5,53 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from tetrarch.distributed.broadcast import Piece, cut, pieces, seal
 from tetrarch.distributed.gloo import GlooLink
-from tetrarch.distributed.link import Link
 from tetrarch.distributed.meeting import Meeting
 from tetrarch.distributed.nccl import NcclLink
 from tetrarch.distributed.parcel import Broadcast
 from tetrarch.distributed.rendezvous import await_store, first_line
 
-__all__ = ["Meeting", "WeightGroup"]
+__all__ = ["Link", "Meeting", "WeightGroup"]
 
 # A trainer posts the request and opens its store at the same time; seconds it may take.
 _OPENS_WITHIN = 20.0
+
+
+class Link(Protocol):
+    """A rank's end of a group. After a failed broadcast it is of no use but to be closed."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can receive, as far as can be said without trying."""
+        ...
+
+    def receive(self, broadcasts: Sequence[Broadcast], timeout: float) -> list[Tensor]:
+        """Receive broadcasts of rank 0.
+
+        Args:
+            broadcasts: In their order.
+            timeout: Seconds for all of them.
+
+        Returns:
+            uint8 `[bytes]` for each.
+
+        Raises:
+            MemoryError: There is no room; nothing has begun, and the link is as before.
+            RuntimeError: The trainer or the link died, or something else came.
+            OSError: The same, or it took too long.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave the group, from any thread; a `receive` that waits fails. Once is enough."""
+        ...
+
 
 _LINKS: Mapping[str, Callable[[Meeting, torch.device, float], Link]] = {
     "gloo": lambda meeting, _, timeout: GlooLink.join(meeting, timeout),
