@@ -77,7 +77,7 @@ def alone(start_rank: Make, checkpoints: Paths) -> Callable[[int, tuple[int, ...
 def post(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, Tensor]], bytes]:
     """Return what stands for the payload of some tensors; payloads have tests of their own."""
     box: dict[bytes, Tensors] = {}
-    room = "tetrarch.engine.control.decode_payload"
+    room = "tetrarch.engine.updates.decode_payload"
     monkeypatch.setattr(room, lambda data, load_format: box[data])
 
     def pack(tensors: Mapping[str, Tensor]) -> bytes:
@@ -322,6 +322,97 @@ ENDS: dict[str, Callable[[Any], ControlReply]] = {
     "an end": lambda desk: desk.ask(EndUpdate),
     "post processing": lambda desk: desk.ask(PostProcess, ends=True),
 }
+
+
+@pytest.fixture
+def slow(post: Any, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let payloads be decoded only once this is set."""
+    may_go, decode = threading.Event(), updates.decode_payload
+
+    def wait(data: bytes, load_format: str | None) -> Tensors:
+        assert may_go.wait(60)
+        return decode(data, load_format)
+
+    monkeypatch.setattr(updates, "decode_payload", wait)
+    return may_go
+
+
+def test_steps_go_on_while_tensors_are_decoded_and_calls_are_answered_in_order(
+    desk: Any,
+    rank: Any,
+    new_tensors: Tensors,
+    post: Any,
+    slow: threading.Event,
+    checksums: Any,
+    alone: Any,
+) -> None:
+    first, second = halves(new_tensors)
+    desk.send(request("a"))
+    desk.turn(3)
+    told = len(desk.tokens("a"))
+    tickets = [
+        desk.post(UpdateFromTensors, data=post(first), flush_cache=False),
+        desk.post(UpdateFromTensors, data=post(second), weight_version="v"),
+        desk.post(SetVersion, version="w", abort_all_requests=False),
+        desk.post(CheckWeights, action="checksum"),
+    ]
+    desk.turn(3)
+    assert [desk.reply(ticket) for ticket in tickets] == [None] * 4
+    assert len(desk.tokens("a")) > told + 3
+    assert rank.checksum() == checksums[0]
+    slow.set()
+    while desk.reply(tickets[-1]) is None:
+        desk.turn()
+    replies = [desk.reply(ticket) for ticket in tickets]
+    assert [m for m in desk.said if isinstance(m, ControlReply)] == replies
+    assert all(reply.ok for reply in replies)
+    assert [reply.payload.get("weight_version") for reply in replies[:2]] == ["default", "v"]
+    assert replies[-1].payload["checksum"] == checksums[1]
+    assert desk.beat.weight_version == "w"
+    desk.run()
+    kept = spans(desk, "a")[0][2]
+    assert spans(desk, "a") == [("default", 0, kept), ("w", kept, LENGTH)]
+    assert desk.tokens("a")[kept:] == alone(1, PROMPT + desk.tokens("a")[:kept], LENGTH - kept)[0]
+
+
+def test_a_pause_does_not_wait_for_tensors_but_what_ends_it_does(
+    desk: Any, new_tensors: Tensors, post: Any, slow: threading.Event
+) -> None:
+    ticket = desk.post(UpdateFromTensors, data=post(new_tensors))
+    assert desk.ask(Pause, mode="retract").ok
+    later = [desk.post(Continue), desk.post(Pause, mode="retract"), desk.post(Continue)]
+    assert [desk.reply(one) for one in (ticket, *later)] == [None] * 4
+    slow.set()
+    while desk.reply(later[-1]) is None:
+        desk.turn()
+    assert all(desk.reply(one).ok for one in (ticket, *later))
+    assert not desk.beat.is_paused
+
+
+def test_a_payload_that_is_refused_holds_nothing_up(desk: Any, rank: Any, checksums: Any) -> None:
+    tickets = [desk.post(UpdateFromTensors, data=b"no pickle") for _ in range(2)]
+    while desk.reply(tickets[-1]) is None:
+        desk.turn()
+    for ticket in tickets:
+        assert (desk.reply(ticket).status, desk.reply(ticket).code) == (400, "invalid_request")
+    assert not rank.weights.is_open
+    assert rank.checksum() == checksums[0]
+
+
+def test_a_request_that_came_while_the_last_tensors_were_decoded_ends_the_update(
+    desk: Any, new_tensors: Tensors, post: Any, slow: threading.Event, alone: Any
+) -> None:
+    first, second = halves(new_tensors)
+    tickets = [
+        desk.post(UpdateFromTensors, data=post(half), flush_cache=False) for half in (first, second)
+    ]
+    slow.set()
+    while desk.reply(tickets[0]) is None:
+        desk.turn()
+    desk.send(request("a"))
+    desk.run()
+    assert desk.tokens("a") == alone(1, PROMPT, LENGTH)[0]
+    assert desk.beat.weight_version == "1"
 
 
 @pytest.mark.parametrize("end", ENDS)

@@ -12,10 +12,11 @@ from tetrarch.memory.journal import Journal
 from tetrarch.models.placement import Placements
 from tetrarch.models.report import LoadReport
 from tetrarch.models.sources import Source
-from tetrarch.models.update import LiveUpdate
+from tetrarch.models.update import LiveUpdate, Pieces
 
 __all__ = [
     "DiskUpdate",
+    "Received",
     "Session",
     "UpdateReport",
     "WeightsState",
@@ -92,6 +93,20 @@ class Session:
             num_bytes=self.update.num_bytes,
             seconds=time.perf_counter() - self._began,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """The tensors of one call, checked and quantized; nothing of them is written.
+
+    Attributes:
+        session: The update that they belong to; not open yet if they are its first.
+        error: What their values were refused for. The update is lost with them.
+    """
+
+    session: Session
+    pieces: Pieces
+    error: Exception | None = None
 
 
 def failed(error: Exception, *, is_ready: bool) -> CheckpointError:

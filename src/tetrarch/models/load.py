@@ -16,12 +16,15 @@ from tetrarch.core.progress import Progress
 from tetrarch.memory.journal import Journal
 from tetrarch.models.build import Model
 from tetrarch.models.faults import Fault, Faults
+from tetrarch.models.formats import QUANTIZED_FORMATS
+from tetrarch.models.names import DenseDestination
 from tetrarch.models.parts import PartCollector
-from tetrarch.models.placement import Placements, decoded, place
+from tetrarch.models.placement import Placements, place
 from tetrarch.models.readback import verify
-from tetrarch.models.report import LoadReport
+from tetrarch.models.report import Decoded, LoadReport
 from tetrarch.models.sources import Source
 from tetrarch.models.writer import WeightWriter
+from tetrarch.numerics.contract import SourceFormat
 
 __all__ = ["fill", "load_weights"]
 
@@ -101,6 +104,24 @@ def fill(
         num_expert_matrices=writer.num_expert_matrices,
         seconds=time.perf_counter() - began,
         formats=placements.formats,
-        decoded=decoded(placements, writer.model),
+        decoded=_decoded(placements, writer.model),
         unused=placements.unused,
+    )
+
+
+def _decoded(placements: Placements, model: Model) -> tuple[Decoded, ...]:
+    """Return what decoding quantized dense weights costs, by format."""
+    sizes: dict[SourceFormat, list[tuple[int, int]]] = {}
+    for one in placements.weights:
+        if isinstance(one.to, DenseDestination) and one.weight.format in QUANTIZED_FORMATS:
+            slot = model.weights[one.to.name]
+            sizes.setdefault(one.weight.format, []).append((one.weight.num_bytes, slot.nbytes))
+    return tuple(
+        Decoded(
+            format=form,
+            num_weights=len(pairs),
+            stored_bytes=sum(stored for stored, _ in pairs),
+            decoded_bytes=sum(after for _, after in pairs),
+        )
+        for form, pairs in sizes.items()
     )

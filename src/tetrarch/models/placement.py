@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tetrarch.config.plan import QuantPlan
+from tetrarch.core.courtesy import gently
 from tetrarch.core.errors import CheckpointError
 from tetrarch.models.build import Model
 from tetrarch.models.census import ExpertCensus
@@ -20,13 +21,12 @@ from tetrarch.models.faults import Fault, Faults
 from tetrarch.models.formats import (
     INPUT_SCALES,
     NVFP4_FORMATS,
-    QUANTIZED_FORMATS,
     StoredWeight,
     recognise,
     split_part,
 )
 from tetrarch.models.names import DenseDestination, Destination, ExpertDestination
-from tetrarch.models.report import Decoded, Unused
+from tetrarch.models.report import Unused
 from tetrarch.models.sources import Source, TensorHeader, reading_order
 from tetrarch.numerics.contract import Scope, SourceFormat
 
@@ -35,7 +35,6 @@ __all__ = [
     "Placement",
     "Placements",
     "Placer",
-    "decoded",
     "group",
     "place",
     "place_some",
@@ -78,7 +77,7 @@ def place(model: Model, source: Source, quant: QuantPlan) -> Placements:
             of a refused format; all of them are named at once.
     """
     survey = _Survey(model, quant, drafts=model.names.draft_layers(source.headers))
-    for name, parts in group(source.headers, survey.drop).items():
+    for name, parts in gently(group(source.headers, survey.drop).items()):
         survey.add(name, parts)
     return survey.finish(source.name)
 
@@ -124,7 +123,7 @@ def place_some(
     # The tensor that shows a draft layer may be in another call.
     survey = _Survey(model, quant, drafts=model.names.numbered_drafts)
     waiting: dict[str, str] = {}
-    for name, parts in weights.items():
+    for name, parts in gently(weights.items()):
         if (lacking := survey.lacking(name, parts)) is None:
             survey.add(name, parts)
         else:
@@ -132,30 +131,12 @@ def place_some(
     return survey.finish_some(source), waiting
 
 
-def decoded(placements: Placements, model: Model) -> tuple[Decoded, ...]:
-    """Return what decoding quantized dense weights costs, by format."""
-    sizes: dict[SourceFormat, list[tuple[int, int]]] = {}
-    for one in placements.weights:
-        if isinstance(one.to, DenseDestination) and one.weight.format in QUANTIZED_FORMATS:
-            slot = model.weights[one.to.name]
-            sizes.setdefault(one.weight.format, []).append((one.weight.num_bytes, slot.nbytes))
-    return tuple(
-        Decoded(
-            format=form,
-            num_weights=len(pairs),
-            stored_bytes=sum(stored for stored, _ in pairs),
-            decoded_bytes=sum(after for _, after in pairs),
-        )
-        for form, pairs in sizes.items()
-    )
-
-
 def group(
     headers: Mapping[str, TensorHeader], drop: Callable[[Unused, str], None] | None = None
 ) -> dict[str, Headers]:
     """Gather the parts of each weight; the scales of a KV cache belong to none: they drop."""
     weights: dict[str, dict[str, tuple[str, TensorHeader]]] = {}
-    for tensor, header in headers.items():
+    for tensor, header in gently(headers.items()):
         if tensor.endswith((".k_scale", ".v_scale")):
             if drop is not None:
                 drop(Unused.KV_SCALE, tensor)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tetrarch.config.headers import TensorHeader as FileHeader
 from tetrarch.config.headers import no_weights, read_headers
+from tetrarch.core.courtesy import gently
 from tetrarch.models.shard import Shard
 
 __all__ = ["SafetensorsSource", "Source", "TensorHeader", "TensorSource", "reading_order"]
@@ -102,7 +103,7 @@ class SafetensorsSource:
         stored = read_headers(self._folder) if headers is None else headers
         self._headers: dict[str, TensorHeader] = {}
         self._offsets: dict[str, int] = {}
-        for header in stored.values():
+        for header in gently(stored.values()):
             dtype = _DTYPES[header.dtype]
             self._headers[header.name] = TensorHeader(header.shape, dtype, header.file)
             self._offsets[header.name] = header.offset
@@ -141,7 +142,7 @@ class TensorSource:
         self._tensors = dict(tensors)
         self._headers = {
             name: TensorHeader(tuple(tensor.shape), tensor.dtype, "")
-            for name, tensor in self._tensors.items()
+            for name, tensor in gently(self._tensors.items())
         }
 
     @property

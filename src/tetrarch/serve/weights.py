@@ -163,7 +163,9 @@ async def update_weights_from_tensor(door: Door, http: Request) -> Response:
     """Take tensors. What is complete is written; the rest waits for further calls."""
     body = await read_control(http, TensorBody)
     check_selector(body.selector)
-    ranks = decode_ranks(body.serialized_named_tensors, num_ranks=door.plan.parallel.tp)
+    ranks = await asyncio.to_thread(
+        decode_ranks, body.serialized_named_tensors, num_ranks=door.plan.parallel.tp
+    )
     message = partial(
         UpdateFromTensors,
         data=ranks[0],
