@@ -93,6 +93,10 @@ class FakeWeights:
     def is_open(self) -> bool:
         return self.lacking is not None
 
+    @property
+    def open_s(self) -> float:
+        return 1.5 if self.is_open else 0.0
+
 
 class FakeExecutor:
     """Also stands for the rank's memory: a set of regions."""

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tetrarch.engine import updates
+from tetrarch.engine import calls, updates
 from tetrarch.engine.actions import (
     BeginUpdate,
     CheckWeights,
@@ -362,6 +362,9 @@ def test_steps_go_on_while_tensors_are_decoded_and_calls_are_answered_in_order(
     assert rank.checksum() == checksums[0]
     slow.set()
     while desk.reply(tickets[-1]) is None:
+        for thread in threading.enumerate():
+            if thread.name == "tensors are being decoded":
+                thread.join(60)  # so that few steps pass
         desk.turn()
     replies = [desk.reply(ticket) for ticket in tickets]
     assert [m for m in desk.said if isinstance(m, ControlReply)] == replies
@@ -544,21 +547,53 @@ def test_a_trainer_that_never_said_that_it_was_done_is_taken_to_be(
     assert desk.beat.weight_version == "1"
 
 
-def test_an_explicit_update_waits_for_its_end(
-    desk: Any, new_tensors: Tensors, post: Any, rank: Any, silence: Any
+def test_an_explicit_update_waits_for_its_end_and_the_log_says_so(
+    desk: Any,
+    new_tensors: Tensors,
+    post: Any,
+    rank: Any,
+    silence: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     desk.ask(BeginUpdate)
     assert desk.ask(UpdateFromTensors, data=post(halves(new_tensors)[0])).ok
+    desk.send(request("a"))
+    assert not caplog.records
     silence()
-    with pytest.raises(AssertionError, match="would wait for ever"):
-        desk.turn()
+    desk.turn(2)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "1 requests wait; POST /end_weight_update" in caplog.text
     assert rank.weights.is_open
+    beat = desk.engine.heartbeat()
+    assert beat.is_updating
+    assert beat.updating_s > 0
+
+
+def test_a_trainer_that_overlooks_a_refusal_is_told_at_the_end(
+    desk: Any, rank: Any, new_tensors: Tensors, post: Any, checksums: Any
+) -> None:
+    parts = [{n: t for n, t in new_tensors.items() if word in n} for word in ("norm", "lm_head")]
+    bad = {"model.norm.weight": torch.full_like(new_tensors["model.norm.weight"], torch.nan)}
+    assert desk.ask(UpdateFromTensors, data=post(parts[0]), flush_cache=False).ok
+    for refused in (bad, {"no.such": torch.ones(2)}):
+        assert not desk.ask(UpdateFromTensors, data=post(refused), flush_cache=False).ok
+    reply = desk.ask(UpdateFromTensors, data=post(parts[1]))
+    assert reply.ok
+    assert rank.checksum() not in checksums, "the norms of the first call were taken back"
+    [warning] = reply.payload["warnings"]
+    assert "2 calls were refused before this update was done" in warning
+    assert desk.ask(UpdateFromTensors, data=post(new_tensors)).payload["warnings"] == []
 
 
 @pytest.fixture
 def silence(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Return what lets so much time pass that a trainer counts as dead."""
-    return lambda: monkeypatch.setattr(updates, "ABANDON_S", 0.0)
+
+    def pass_time() -> None:
+        monkeypatch.setattr(calls, "ABANDON_S", 0.0)
+        monkeypatch.setattr(calls, "REMIND_S", 0.0)
+
+    return pass_time
 
 
 def test_while_paused_a_request_waits_and_ends_no_update(

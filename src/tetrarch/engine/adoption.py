@@ -38,12 +38,13 @@ class Adoption:
         self._engine.weight_version = version or self._engine.weight_version
 
     def adopt(
-        self, report: UpdateReport | None, *, version: str | None, flush: bool
+        self, report: UpdateReport | None, *, source: str, version: str | None, flush: bool
     ) -> dict[str, Any]:
         """Take over the weights of an update.
 
         Args:
             report: What it wrote; `None` if none was open.
+            source: Where it came from: `disk`, `tensor` or `distributed`.
             version: What they are called; `None` counts.
             flush: Whether old keys and values go.
 
@@ -57,4 +58,5 @@ class Adoption:
             _log.info("%s; version %s", update_summary(report), self._engine.weight_version)
         if flush:
             self._engine.renew()
-        return {"num_paused_requests": num_held, **update_facts(report), **self.names}
+        facts = {} if report is None else {"source": source, **update_facts(report)}
+        return {"num_paused_requests": num_held, **facts, **self.names}

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from tetrarch.core.errors import RequestError
 from tetrarch.engine.actions import (
@@ -62,6 +63,7 @@ class _Waiting:
 
     message: Flush | Release
     deadline: float
+    facts: Mapping[str, Any]  # of an update that it has ended
 
 
 class Control:
@@ -205,9 +207,9 @@ class Control:
                 count = engine.num_paused
                 return accepted(message.ticket, "paused", num_paused_requests=count)
             case Continue():
-                self._updates.end_if_implicit()
+                facts = self._updates.end_if_implicit()
                 engine.is_paused = False
-                return accepted(message.ticket, "continued")
+                return accepted(message.ticket, "continued", **facts)
             case SetVersion():
                 if message.abort_all_requests:
                     self._abort_all()
@@ -235,7 +237,7 @@ class Control:
     def _begin_waiting(self, message: Flush | Release) -> ControlReply | None:
         if isinstance(message, Release):
             self._require_no_update()
-            wait = message.wait_s
+            wait, facts = message.wait_s, dict[str, Any]()
         else:
             if any(isinstance(one.message, Flush) for one in self._waiting):
                 raise RequestError(
@@ -243,10 +245,9 @@ class Control:
                     why="the first one empties the cache for both",
                     fix="wait for it",
                 )
-            self._updates.end_if_implicit()
-            wait = message.timeout
+            wait, facts = message.timeout, self._updates.end_if_implicit()
         deadline = time.monotonic() + (wait if math.isfinite(wait) else 0.0)
-        return self._retry(_Waiting(message, deadline))
+        return self._retry(_Waiting(message, deadline, facts))
 
     def _retry(self, waiting: _Waiting) -> ControlReply | None:
         """Try again what requests are in the way of; refuse it when its time is up."""
@@ -256,7 +257,8 @@ class Control:
             reply = self._occupation.release(message)
         else:
             text = "the prefix cache is empty"
-            reply = accepted(message.ticket, text) if self._engine.flush() else None
+            done = self._engine.flush()
+            reply = accepted(message.ticket, text, **waiting.facts) if done else None
         if reply is not None:
             return reply
         if time.monotonic() < waiting.deadline:
@@ -265,6 +267,7 @@ class Control:
         return ControlReply(
             ticket=message.ticket,
             ok=False,
+            payload=dict(waiting.facts),
             message=f"requests are running or waiting; {_WAIT[type(message)]} waits for them",
             status=400,
             code="busy",

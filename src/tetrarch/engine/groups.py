@@ -100,7 +100,7 @@ class Groups:
             if group.is_open:
                 raise
             return partial(self._lost, message.group_name, group, error)
-        return partial(self._updates.take, message, tensors)
+        return self._updates.received(message, tensors)
 
     def _lost(self, name: str, group: WeightGroup, error: RequestError) -> NoReturn:
         """Forget a group that is gone, and give its update up; then refuse the call."""

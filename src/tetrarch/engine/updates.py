@@ -7,10 +7,9 @@ what becomes of the requests that live meanwhile, and what the weights are calle
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from tetrarch.core.errors import RequestError, TetrarchError
 from tetrarch.core.log import get_logger
 from tetrarch.engine.actions import UpdateFromDisk, UpdateFromDistributed, UpdateFromTensors
 from tetrarch.engine.adoption import Adoption
+from tetrarch.engine.calls import ABANDON_S, Calls, Refusals
 from tetrarch.engine.engine import Engine
 from tetrarch.engine.jobs import OneJob, Then
 from tetrarch.engine.messages import ControlReply
@@ -31,28 +31,10 @@ from tetrarch.engine.replies import (
 from tetrarch.executor.updates import DiskUpdate, Received
 from tetrarch.models.payload import decode_payload
 
-__all__ = ["ABANDON_S", "Updates"]
+__all__ = ["Updates"]
 
 _log = get_logger(__name__)
 _SHOWN = 10  # names in a payload
-ABANDON_S = 300.0  # without a call; then nobody waits for the rest of an implicit update
-
-
-@dataclass
-class _Calls:
-    """What the calls of one update by tensors have asked for.
-
-    Attributes:
-        is_explicit: Somebody began it, and only its end ends it.
-        version: The last one named.
-        flush: Whether one of them did not want old keys and values to live on.
-        last: When the last one was answered (monotonic seconds).
-    """
-
-    is_explicit: bool
-    version: str | None = None
-    flush: bool = False
-    last: float = field(default_factory=time.monotonic)
 
 
 class Updates:
@@ -66,7 +48,8 @@ class Updates:
         self._engine, self._jobs, self._abort_all = engine, jobs, abort_all
         self._adoption = Adoption(engine)
         self._store = engine.rank.weights
-        self._calls: _Calls | None = None
+        self._calls: Calls | None = None
+        self._refusals = Refusals()
         self._is_awaited = False  # by a request that came while a call was being decoded
 
     @property
@@ -77,20 +60,23 @@ class Updates:
     @property
     def patience(self) -> float | None:
         """Seconds until `settle` may have something to do; `None`: not before a message."""
-        if not self._is_implicit or self._calls is None:
-            return None
-        return max(0.0, self._calls.last + ABANDON_S - time.monotonic())
+        return self._calls.patience if self.is_open and self._calls is not None else None
 
     def settle(self) -> None:
-        """Give an implicit update up that its trainer has left, or end it if it is whole."""
+        """Give an implicit update up that its trainer has left, or end it if it is whole.
+
+        Of an explicit one, remind.
+        """
         if self._jobs.is_busy:
             return
         if self._is_awaited:
             self._is_awaited = False
             self.end_for_request()
-        if self.patience != 0.0:
+        if self._calls is None or self.patience != 0.0:
             return
-        if lacking := self._store.unfinished():
+        if self._calls.is_explicit:
+            self._calls.remind(self._engine.heartbeat())
+        elif lacking := self._store.unfinished():
             what = "; ".join(lacking[:_SHOWN])
             _log.error("gave up an update: %.0f s without a call, and it lacks %s", ABANDON_S, what)
             self.give_up()
@@ -124,7 +110,7 @@ class Updates:
         if self.is_open:
             raise other_update("an update by tensors is open")
         is_atomic = self._store.begin(atomic=atomic)
-        self._calls = _Calls(is_explicit=True)
+        self._calls = Calls(is_explicit=True)
         return is_atomic
 
     def check_call(self) -> None:
@@ -150,7 +136,9 @@ class Updates:
         self._jobs.start(message.ticket, "tensors are being decoded", work, holds_up=True)
 
     def _decode(self, message: UpdateFromTensors) -> Then:
-        return self.received(message, decode_payload(message.data, message.load_format))
+        with self._refusals.counted():
+            tensors = decode_payload(message.data, message.load_format)
+        return self.received(message, tensors)
 
     def received(
         self, message: UpdateFromTensors | UpdateFromDistributed, tensors: Mapping[str, Tensor]
@@ -165,14 +153,9 @@ class Updates:
         """
         if message.flush_cache and not self.is_open and self._store.holds(tensors):
             return partial(self._repeated, message)
-        received = self._store.receive(tensors) if tensors else None
+        with self._refusals.counted():
+            received = self._store.receive(tensors) if tensors else None
         return partial(self._take, message, received, len(tensors))
-
-    def take(
-        self, message: UpdateFromTensors | UpdateFromDistributed, tensors: Mapping[str, Tensor]
-    ) -> ControlReply:
-        """Check the tensors of one call, and take them."""
-        return self.received(message, tensors)()
 
     def _take(
         self,
@@ -183,11 +166,10 @@ class Updates:
         if message.abort_all_requests:
             self._abort_all()
         if received is not None:
-            self._store.take(received)
-        calls = self._calls = self._calls or _Calls(is_explicit=False)
-        calls.version = message.weight_version or calls.version
-        calls.flush |= message.flush_cache
-        calls.last = time.monotonic()
+            with self._refusals.counted():
+                self._store.take(received)
+        calls = self._calls = self._calls or Calls(is_explicit=False)
+        calls.note(message)
         if message.flush_cache and not calls.is_explicit:
             return self._finish(message.ticket)
         return accepted(
@@ -222,16 +204,20 @@ class Updates:
             )
         return self._finish(ticket)
 
-    def end_if_implicit(self) -> None:
+    def end_if_implicit(self) -> dict[str, Any]:
         """End an update that nobody began, for what comes next relies on it.
+
+        Returns:
+            What it did, as keys of a payload; empty if none was open.
 
         Raises:
             CheckpointError: It is not complete. It is over, and taken back where that was possible.
             RequestError: Some of it is being received.
         """
-        if self._is_implicit:
-            self._jobs.require_none()
-            self._finish(0)
+        if not self._is_implicit:
+            return {}
+        self._jobs.require_none()
+        return self._finish(0).payload
 
     def end_for_request(self) -> str:
         """End an implicit update before a request that arrives.
@@ -262,9 +248,14 @@ class Updates:
         return self.is_open and not self._is_explicit
 
     def _finish(self, ticket: int) -> ControlReply:
-        calls, self._calls = self._calls or _Calls(is_explicit=False), None
-        report = self._store.finish()
-        facts = self._adoption.adopt(report, version=calls.version, flush=calls.flush)
+        calls, self._calls = self._calls or Calls(is_explicit=False), None
+        with self._refusals.counted():
+            report = self._store.finish()
+        facts = self._adoption.adopt(
+            report, source=calls.source, version=calls.version, flush=calls.flush
+        )
+        if report is not None:
+            facts["warnings"] += self._refusals.told()
         return accepted(ticket, update_summary(report), is_open=False, unfinished=[], **facts)
 
     def _repeated(self, message: UpdateFromTensors | UpdateFromDistributed) -> ControlReply:
@@ -293,6 +284,6 @@ class Updates:
         self._calls = None
         report = self._store.commit(update)
         version, flush = message.weight_version, message.flush_cache
-        facts = self._adoption.adopt(report, version=version, flush=flush)
+        facts = self._adoption.adopt(report, source="disk", version=version, flush=flush)
         self._engine.is_paused |= message.keep_pause
         return accepted(message.ticket, update_summary(report), **facts)

@@ -85,13 +85,18 @@ class Session:
         """Whether a failure will restore the old weights."""
         return self.journal.keeps
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since it began."""
+        return time.perf_counter() - self._began
+
     def report(self) -> UpdateReport:
         """Return what has come of it."""
         return UpdateReport(
             atomic=self.is_atomic,
             num_tensors=self.update.num_tensors,
             num_bytes=self.update.num_bytes,
-            seconds=time.perf_counter() - self._began,
+            seconds=self.age_s,
         )
 
 

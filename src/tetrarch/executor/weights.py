@@ -127,6 +127,11 @@ class WeightStore:
         """Whether an update by tensors has begun and not ended."""
         return self._session is not None
 
+    @property
+    def open_s(self) -> float:
+        """Seconds since the update by tensors that is open has begun; 0 without one."""
+        return 0.0 if (session := self._session) is None else session.age_s
+
     def begin(self, *, atomic: bool | None = None) -> bool:
         """Begin an update by tensors; one that is open is dropped like a failed one.
 

@@ -187,7 +187,7 @@ async def begin_weight_update(door: Door, http: Request) -> Response:
 async def end_weight_update(door: Door, http: Request) -> Response:
     """End the update, or answer 400 where layers are half-complete."""
     await read_control(http, EmptyBody)
-    return await relay(door, EndUpdate)
+    return await relay_update(door, EndUpdate, source="tensor")
 
 
 async def post_process_weights(door: Door, http: Request) -> Response:
