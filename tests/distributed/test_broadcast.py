@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tetrarch.core.errors import RequestError
-from tetrarch.distributed.broadcast import cut, pieces
+from tetrarch.distributed.broadcast import cut, pieces, seal
 
 
 def test_pieces_know_their_bytes() -> None:
@@ -30,6 +30,28 @@ def test_a_bucket_is_cut_end_to_end_aligned_or_not() -> None:
     for tensor, other in zip(tensors, got.values(), strict=True):
         assert other.dtype == tensor.dtype
         assert torch.equal(other.float(), tensor.float())
+
+
+def test_no_number_ends_in_the_seal_of_its_dtype() -> None:
+    """It is a NaN, and not the one that arithmetic gives."""
+    floats = ("float64", "float32", "float16", "bfloat16")
+    for name in (*floats, "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"):
+        dtype = getattr(torch, name)
+        [piece, none] = pieces(["a", "b"], [name] * 2, [[3], [0]])
+        assert len(seal(piece)) == dtype.itemsize
+        assert torch.frombuffer(bytearray(seal(piece)), dtype=dtype).float().isnan().all()
+        usual = torch.tensor([0.0]) / 0
+        assert name not in floats or bytes(usual.to(dtype).view(torch.uint8)) != seal(piece)
+        assert seal(none) == b""
+
+
+def test_what_has_no_nan_is_sealed_at_random_where_it_is_long_enough() -> None:
+    for name in ("int64", "uint8", "bool", "float4_e2m1fn_x2"):
+        [long, short] = pieces(["a", "b"], [name] * 2, [[8], [0]])
+        assert len(seal(long)) == 8
+        assert seal(long) != seal(long)
+        assert seal(short) == b""
+    assert seal(pieces(["a"], ["uint8"], [[7]])[0]) == b""
 
 
 def test_one_tensor_is_its_buffer() -> None:

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import importlib.util
 import pickle
+import socket
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,10 +27,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from conftest import TrainedServer
+    from conftest import RunningServer, TrainedServer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rl_loop.py"
 TENSOR, NORM = "/update_weights_from_tensor", "model.norm.weight"
+INIT = "/init_weights_update_group"
+PLACE = {"master_address": "127.0.0.1", "rank_offset": 1, "world_size": 2, "backend": "gloo"}
 EXPERT = "model.layers.2.mlp.experts.3"
 
 
@@ -141,6 +147,48 @@ def test_tensors_are_broadcast_to_a_group(
     assert trained.checksums() == wanted
     assert trained.http.get("/get_weight_version").json() == {"weight_version": "sent"}
     assert not dist.is_initialized()
+
+
+def test_a_trainer_that_sends_more_than_it_announced_ends_its_group_and_nothing_else(
+    trained: TrainedServer, weights: dict[str, Tensor], wanted: dict[str, str]
+) -> None:
+    before, loop = trained.checksums(), _example()
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(trained.ask, INIT, master_port=(port := free_port()), **PLACE)
+        group = loop.join_group(port)
+        reply.result()
+        [receiver] = trained.engine.children()
+        header = {"names": [NORM], "dtypes": ["bfloat16"], "shapes": [[16]]}
+        reply = pool.submit(trained.ask, "/update_weights_from_distributed", status=400, **header)
+        with contextlib.suppress(RuntimeError):  # to the sender it may look well
+            dist.broadcast(weights[NORM], src=0, group=group)
+        assert "more bytes came than were announced" in reply.result()["message"]
+    dist.destroy_process_group(group)
+    assert not receiver.is_running()
+    trained.generate(text="1 + 1", sampling_params={"max_new_tokens": 4})
+    assert trained.checksums() == before
+    loop.push_broadcast(loop.Server(trained.url, None), weights, "once more")
+    assert trained.checksums() == wanted
+    assert trained.engine.children() == []
+
+
+def test_a_server_that_stops_leaves_no_process_behind(own_server: RunningServer) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        body = {**PLACE, "master_port": free_port()}
+        reply = pool.submit(own_server.http.post, INIT, json=body)
+        group = _example().join_group(body["master_port"])
+        assert reply.result().status_code == 200
+    [receiver] = own_server.engine.children()
+    own_server.stop()
+    psutil.wait_procs([receiver], timeout=5)
+    assert not receiver.is_running()
+    dist.destroy_process_group(group)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def _example() -> ModuleType:

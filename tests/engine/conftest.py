@@ -94,6 +94,10 @@ class FakeWeights:
     def is_open(self) -> bool:
         return self.lacking is not None
 
+    @property
+    def open_s(self) -> float:
+        return 1.5 if self.is_open else 0.0
+
 
 class FakeDraft:
     """Proposes what the target will say for the first `num_right` tokens, then something else.

@@ -55,20 +55,19 @@ class Trainer:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tensors: Tensors | None = None
         self.sends = threading.Event()
+        self.is_open = True
         self.num_closed = 0
         monkeypatch.setattr(WeightGroup, "join", lambda meeting, **_: self)
 
     def receive(self, names: tuple[str, ...], *_: object, **__: object) -> Tensors:
         assert self.sends.wait(60)
-        if self.tensors is None:
+        if self.tensors is None or not self.is_open:
+            self.is_open = False
             raise RequestError("the trainer died", why="it was killed", fix="start it again")
         return {name: self.tensors[name] for name in names}
 
-    @property
-    def is_open(self) -> bool:
-        return self.tensors is not None
-
     def close(self) -> None:
+        self.is_open = False
         self.num_closed += 1
 
 
@@ -133,6 +132,21 @@ def test_a_sender_that_dies_changes_nothing(
     desk.run()
     assert spans(desk, "a") == [("default", 0, 16)]
     assert rank.checksum() == checksums[0]
+    reply = desk.ask(UpdateFromDistributed, **announced(new_tensors))
+    assert "there is no weight group" in reply.message
+    assert join(desk).ok, "its name is free"
+
+
+def test_a_group_that_broke_while_nothing_happened_can_be_joined_again(
+    desk: Any, rank: Any, trainer: Trainer, new_tensors: Tensors, checksums: Any
+) -> None:
+    assert join(desk).ok
+    trainer.is_open = False
+    assert join(desk).ok
+    trainer.is_open, trainer.tensors = True, new_tensors
+    trainer.sends.set()
+    assert desk.ask(UpdateFromDistributed, **announced(new_tensors)).ok
+    assert rank.checksum() == checksums[1]
 
 
 @pytest.mark.parametrize("begins", [True, False])

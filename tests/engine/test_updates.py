@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tetrarch.engine import updates
+from tetrarch.engine import calls, updates
 from tetrarch.engine.actions import (
     BeginUpdate,
     CheckWeights,
@@ -77,7 +77,7 @@ def alone(start_rank: Make, checkpoints: Paths) -> Callable[[int, tuple[int, ...
 def post(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, Tensor]], bytes]:
     """Return what stands for the payload of some tensors; payloads have tests of their own."""
     box: dict[bytes, Tensors] = {}
-    room = "tetrarch.engine.control.decode_payload"
+    room = "tetrarch.engine.updates.decode_payload"
     monkeypatch.setattr(room, lambda data, load_format: box[data])
 
     def pack(tensors: Mapping[str, Tensor]) -> bytes:
@@ -324,6 +324,100 @@ ENDS: dict[str, Callable[[Any], ControlReply]] = {
 }
 
 
+@pytest.fixture
+def slow(post: Any, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let payloads be decoded only once this is set."""
+    may_go, decode = threading.Event(), updates.decode_payload
+
+    def wait(data: bytes, load_format: str | None) -> Tensors:
+        assert may_go.wait(60)
+        return decode(data, load_format)
+
+    monkeypatch.setattr(updates, "decode_payload", wait)
+    return may_go
+
+
+def test_steps_go_on_while_tensors_are_decoded_and_calls_are_answered_in_order(
+    desk: Any,
+    rank: Any,
+    new_tensors: Tensors,
+    post: Any,
+    slow: threading.Event,
+    checksums: Any,
+    alone: Any,
+) -> None:
+    first, second = halves(new_tensors)
+    desk.send(request("a"))
+    desk.turn(3)
+    told = len(desk.tokens("a"))
+    tickets = [
+        desk.post(UpdateFromTensors, data=post(first), flush_cache=False),
+        desk.post(UpdateFromTensors, data=post(second), weight_version="v"),
+        desk.post(SetVersion, version="w", abort_all_requests=False),
+        desk.post(CheckWeights, action="checksum"),
+    ]
+    desk.turn(3)
+    assert [desk.reply(ticket) for ticket in tickets] == [None] * 4
+    assert len(desk.tokens("a")) > told + 3
+    assert rank.checksum() == checksums[0]
+    slow.set()
+    while desk.reply(tickets[-1]) is None:
+        for thread in threading.enumerate():
+            if thread.name == "tensors are being decoded":
+                thread.join(60)  # so that few steps pass
+        desk.turn()
+    replies = [desk.reply(ticket) for ticket in tickets]
+    assert [m for m in desk.said if isinstance(m, ControlReply)] == replies
+    assert all(reply.ok for reply in replies)
+    assert [reply.payload.get("weight_version") for reply in replies[:2]] == ["default", "v"]
+    assert replies[-1].payload["checksum"] == checksums[1]
+    assert desk.beat.weight_version == "w"
+    desk.run()
+    kept = spans(desk, "a")[0][2]
+    assert spans(desk, "a") == [("default", 0, kept), ("w", kept, LENGTH)]
+    assert desk.tokens("a")[kept:] == alone(1, PROMPT + desk.tokens("a")[:kept], LENGTH - kept)[0]
+
+
+def test_a_pause_does_not_wait_for_tensors_but_what_ends_it_does(
+    desk: Any, new_tensors: Tensors, post: Any, slow: threading.Event
+) -> None:
+    ticket = desk.post(UpdateFromTensors, data=post(new_tensors))
+    assert desk.ask(Pause, mode="retract").ok
+    later = [desk.post(Continue), desk.post(Pause, mode="retract"), desk.post(Continue)]
+    assert [desk.reply(one) for one in (ticket, *later)] == [None] * 4
+    slow.set()
+    while desk.reply(later[-1]) is None:
+        desk.turn()
+    assert all(desk.reply(one).ok for one in (ticket, *later))
+    assert not desk.beat.is_paused
+
+
+def test_a_payload_that_is_refused_holds_nothing_up(desk: Any, rank: Any, checksums: Any) -> None:
+    tickets = [desk.post(UpdateFromTensors, data=b"no pickle") for _ in range(2)]
+    while desk.reply(tickets[-1]) is None:
+        desk.turn()
+    for ticket in tickets:
+        assert (desk.reply(ticket).status, desk.reply(ticket).code) == (400, "invalid_request")
+    assert not rank.weights.is_open
+    assert rank.checksum() == checksums[0]
+
+
+def test_a_request_that_came_while_the_last_tensors_were_decoded_ends_the_update(
+    desk: Any, new_tensors: Tensors, post: Any, slow: threading.Event, alone: Any
+) -> None:
+    first, second = halves(new_tensors)
+    tickets = [
+        desk.post(UpdateFromTensors, data=post(half), flush_cache=False) for half in (first, second)
+    ]
+    slow.set()
+    while desk.reply(tickets[0]) is None:
+        desk.turn()
+    desk.send(request("a"))
+    desk.run()
+    assert desk.tokens("a") == alone(1, PROMPT, LENGTH)[0]
+    assert desk.beat.weight_version == "1"
+
+
 @pytest.mark.parametrize("end", ENDS)
 def test_an_update_that_nobody_began_ends_with_what_relies_on_it(
     desk: Any, rank: Any, new_tensors: Tensors, post: Any, checksums: Any, end: str
@@ -453,21 +547,53 @@ def test_a_trainer_that_never_said_that_it_was_done_is_taken_to_be(
     assert desk.beat.weight_version == "1"
 
 
-def test_an_explicit_update_waits_for_its_end(
-    desk: Any, new_tensors: Tensors, post: Any, rank: Any, silence: Any
+def test_an_explicit_update_waits_for_its_end_and_the_log_says_so(
+    desk: Any,
+    new_tensors: Tensors,
+    post: Any,
+    rank: Any,
+    silence: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     desk.ask(BeginUpdate)
     assert desk.ask(UpdateFromTensors, data=post(halves(new_tensors)[0])).ok
+    desk.send(request("a"))
+    assert not caplog.records
     silence()
-    with pytest.raises(AssertionError, match="would wait for ever"):
-        desk.turn()
+    desk.turn(2)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "1 requests wait; POST /end_weight_update" in caplog.text
     assert rank.weights.is_open
+    beat = desk.engine.heartbeat()
+    assert beat.is_updating
+    assert beat.updating_s > 0
+
+
+def test_a_trainer_that_overlooks_a_refusal_is_told_at_the_end(
+    desk: Any, rank: Any, new_tensors: Tensors, post: Any, checksums: Any
+) -> None:
+    parts = [{n: t for n, t in new_tensors.items() if word in n} for word in ("norm", "lm_head")]
+    bad = {"model.norm.weight": torch.full_like(new_tensors["model.norm.weight"], torch.nan)}
+    assert desk.ask(UpdateFromTensors, data=post(parts[0]), flush_cache=False).ok
+    for refused in (bad, {"no.such": torch.ones(2)}):
+        assert not desk.ask(UpdateFromTensors, data=post(refused), flush_cache=False).ok
+    reply = desk.ask(UpdateFromTensors, data=post(parts[1]))
+    assert reply.ok
+    assert rank.checksum() not in checksums, "the norms of the first call were taken back"
+    [warning] = reply.payload["warnings"]
+    assert "2 calls were refused before this update was done" in warning
+    assert desk.ask(UpdateFromTensors, data=post(new_tensors)).payload["warnings"] == []
 
 
 @pytest.fixture
 def silence(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Return what lets so much time pass that a trainer counts as dead."""
-    return lambda: monkeypatch.setattr(updates, "ABANDON_S", 0.0)
+
+    def pass_time() -> None:
+        monkeypatch.setattr(calls, "ABANDON_S", 0.0)
+        monkeypatch.setattr(calls, "REMIND_S", 0.0)
+
+    return pass_time
 
 
 def test_while_paused_a_request_waits_and_ends_no_update(

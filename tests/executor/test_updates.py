@@ -33,7 +33,9 @@ def test_a_session_reports_what_its_update_took(
     session = Session(LiveUpdate(model, plan.quant, journal), journal)
     assert plan.quant.contract.quantization is Quantization.NVFP4_ONLINE
     norm = model.weights["model.norm.weight"].clone()
-    session.update.take(session.update.check({"model.norm.weight": norm}))
+    pieces = session.update.check({"model.norm.weight": norm})
+    session.update.stage(pieces)
+    session.update.commit(pieces)
     report = session.report()
     assert (report.atomic, session.is_atomic) == (keeps, keeps)
     assert (report.num_tensors, report.num_bytes) == (1, norm.nbytes)

@@ -73,6 +73,10 @@ def with_free_host(store: WeightStore, free: int) -> None:
     vars(store)["_free_host"] = lambda: free
 
 
+def add(store: WeightStore, tensors: Mapping[str, Tensor]) -> None:
+    store.take(store.receive(tensors))
+
+
 def reload(store: WeightStore, path: Path, *, atomic: bool | None = None) -> Any:
     return store.commit(store.plan(str(path), atomic=atomic))
 
@@ -312,7 +316,7 @@ def test_without_an_undo_copy_a_failure_is_admitted_and_a_full_update_rescues(
             store.commit(update)
     assert store.state is WeightsState.INCONSISTENT
     store.begin()
-    store.add({"model.norm.weight": read(paths[0])["model.norm.weight"]})
+    add(store, {"model.norm.weight": read(paths[0])["model.norm.weight"]})
     with pytest.raises(CheckpointError, match="not sent"):
         store.finish()
     assert store.state is WeightsState.INCONSISTENT
@@ -343,6 +347,21 @@ def calls(tensors: Tensors, *, last: Callable[[str], bool]) -> list[Tensors]:
     ]
 
 
+def test_received_tensors_touch_nothing_until_they_are_taken(
+    store: WeightStore, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = store.checksums()
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotTable, "write_", forbidden)
+        received = store.receive(read(paths[1]))
+    assert not store.is_open
+    assert store.checksums() == before
+    store.take(received)
+    assert store.is_open
+    assert store.finish() is not None
+    assert store.checksums() != before
+
+
 @pytest.mark.parametrize(
     ("word", "is_half"),
     [("up_proj", True), (".experts.2.", True), ("layers.1.", False), ("norm", False)],
@@ -354,10 +373,10 @@ def test_tensors_in_two_calls_give_the_weights_of_a_fresh_load(
     told = start(paths[1]).weights.checksums()
     first, second = calls(read(paths[1]), last=lambda name: word in name)
     store.begin()
-    store.add(first)
+    add(store, first)
     assert bool(store.unfinished()) is is_half
-    store.add(first)  # a client that timed out
-    store.add(second)
+    add(store, first)  # a client that timed out
+    add(store, second)
     assert store.unfinished() == []
     report = store.finish()
     assert report is not None
@@ -371,7 +390,7 @@ def test_bf16_tensors_for_online_experts_give_the_weights_of_a_fresh_load(
     halves = {name: value.bfloat16() for name, value in read(paths[1]).items()}
     write(paths[1], halves)
     told = start(paths[1]).weights.checksums()
-    store.add(halves)
+    add(store, halves)
     store.finish()
     assert store.checksums() == told
 
@@ -383,9 +402,9 @@ def test_an_fp8_weight_may_come_before_its_scale(
     store = start(first).weights
     told = start(second).weights.checksums()
     weights, scales = calls(read(second), last=lambda name: name.endswith("_scale_inv"))
-    store.add(weights)
+    add(store, weights)
     assert any("without its weight_scale_inv" in words for words in store.unfinished())
-    store.add(scales)
+    add(store, scales)
     store.finish()
     assert store.checksums() == told
 
@@ -396,7 +415,7 @@ def test_a_half_complete_layer_at_the_end_restores_the_old_weights(
 ) -> None:
     before = store.checksums()
     store.begin()
-    store.add(calls(read(paths[1]), last=lambda name: word in name)[0])
+    add(store, calls(read(paths[1]), last=lambda name: word in name)[0])
     with pytest.raises(CheckpointError, match=r"half-complete(.|\n)*the old weights are served"):
         store.finish()
     assert (store.state, store.is_open, store.checksums()) == ("ready", False, before)
@@ -408,11 +427,11 @@ def test_a_half_complete_layer_without_an_undo_copy_is_admitted(
 ) -> None:
     told = start(paths[1]).weights.checksums()
     assert store.begin(atomic=False) is False
-    store.add(calls(read(paths[1]), last=lambda name: "up_proj" in name)[0])
+    add(store, calls(read(paths[1]), last=lambda name: "up_proj" in name)[0])
     with pytest.raises(CheckpointError, match="a full update must follow"):
         store.finish()
     assert store.state is WeightsState.INCONSISTENT
-    store.add(read(paths[1]))  # every tensor again: a new update
+    add(store, read(paths[1]))  # every tensor again: a new update
     assert store.finish() is not None
     assert (store.state, store.checksums()) == (WeightsState.READY, told)
 
@@ -422,15 +441,15 @@ def test_a_call_that_does_not_fit_changes_nothing_and_the_update_goes_on(
 ) -> None:
     before, told = store.checksums(), start(paths[1]).weights.checksums()
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
-        store.add({"model.norm.weight": torch.ones(63)})
+        add(store, {"model.norm.weight": torch.ones(63)})
     assert (store.is_open, store.checksums()) == (False, before)
     first, second = calls(read(paths[1]), last=lambda name: "up_proj" in name)
-    store.add(first)
+    add(store, first)
     for bad in ({"model.nothing": torch.ones(1)}, {f"{EXPERT}.up_proj.weight": torch.ones(32, 63)}):
         with pytest.raises(CheckpointError):
-            store.add({**second, **bad})
+            add(store, {**second, **bad})
         assert store.is_open
-    store.add(second)
+    add(store, second)
     store.finish()
     assert store.checksums() == told
 
@@ -440,10 +459,10 @@ def test_values_that_cannot_be_weights_end_the_update(
 ) -> None:
     before, tensors = store.checksums(), read(paths[1])
     store.begin()
-    store.add({name: value for name, value in tensors.items() if "layers.0" in name})
+    add(store, {name: value for name, value in tensors.items() if "layers.0" in name})
     tensors[f"{EXPERT}.up_proj.weight"][0, 0] = torch.inf
     with pytest.raises(CheckpointError, match="the old weights are served"):
-        store.add(tensors)
+        add(store, tensors)
     assert (store.state, store.is_open, store.checksums()) == ("ready", False, before)
 
 
@@ -475,7 +494,7 @@ def test_a_call_that_is_repeated_after_the_end_is_known(
     tensors = read(paths[1])
     last = {name: tensors[name].clone() for name in ("model.norm.weight", "lm_head.weight")}
     assert not store.holds(last)
-    store.add(tensors)
+    add(store, tensors)
     assert not store.holds(last), "it has not ended"
     store.finish()
     assert store.holds(last)
@@ -497,7 +516,7 @@ def test_released_weights_can_be_neither_read_nor_written(
         with pytest.raises(ConfigError, match="the weights are released"):
             act()
     with pytest.raises(ConfigError, match="the weights are released"):
-        store.add({"model.norm.weight": torch.ones(64)})
+        add(store, {"model.norm.weight": torch.ones(64)})
     with pytest.raises(ConfigError, match="the weights are released"):
         store.value("model.norm.weight")
 
@@ -510,12 +529,12 @@ def test_resumed_weights_that_nobody_kept_need_a_full_update(
     executor.release([Region.WEIGHTS])
     executor.resume([Region.WEIGHTS])
     assert executor.state == store.state == WeightsState.NOT_LOADED
-    store.add({"model.norm.weight": torch.ones(64)})
+    add(store, {"model.norm.weight": torch.ones(64)})
     assert "lm_head.weight" in store.unfinished()
     with pytest.raises(CheckpointError, match="not sent"):
         store.finish()
     assert store.state is WeightsState.NOT_LOADED
-    store.add(read(paths[1]))
+    add(store, read(paths[1]))
     store.finish()
     assert (executor.state, store.checksums()) == (READY, told)
     assert addresses(executor) == places

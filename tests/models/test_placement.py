@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
@@ -383,20 +384,20 @@ def test_a_placer_knows_tensors_that_it_has_seen_and_no_others(
     plain = {n: TensorHeader(tuple(t.shape), torch.float32, "") for n, t in model.weights.items()}
     source.headers = {**{n: h for n, h in source.headers.items() if "experts" in n}, **plain}
     source.headers = {
-        name: replace(header, dtype=torch.float32)
+        name: structs.replace(header, dtype=torch.float32)
         for name, header in source.headers.items()
         if not name.endswith("_scale_inv")
     }
     placer = Placer(model, plan.quant)
     first = placer.place(source)
     assert placer.place(source) is first
-    source.headers = {n: replace(h, file="other") for n, h in source.headers.items()}
+    source.headers = {n: structs.replace(h, file="other") for n, h in source.headers.items()}
     assert placer.place(source) is first  # in which shard a tensor is changes nothing
     assert len(calls) == 1
     name = next(iter(plain))
-    source.headers[name] = replace(source.headers[name], dtype=torch.bfloat16)
+    source.headers[name] = structs.replace(source.headers[name], dtype=torch.bfloat16)
     assert placer.place(source) is not first
-    source.headers[name] = replace(source.headers[name], shape=(1, 2))
+    source.headers[name] = structs.replace(source.headers[name], shape=(1, 2))
     with pytest.raises(CheckpointError, match="mismatched"):
         placer.place(source)
     del source.headers[name]

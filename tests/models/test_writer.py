@@ -61,6 +61,21 @@ def test_a_dense_weight_is_written_at_once_and_a_layer_with_its_last_matrix(work
     assert (writer.num_dense, writer.num_expert_matrices) == (1, len(matrices))
 
 
+def test_what_is_staged_is_written_later(work: Any) -> None:
+    model, plan, everything = work
+    journal = Journal(keeps=False)
+    writer = WeightWriter(model, plan.quant, journal, digests=True)
+    for one, parts in everything:
+        writer.stage(one.weight, one.to, parts)
+    assert journal.is_empty
+    assert set(writer.unwritten()) == {*model.weights, *model.experts}
+    assert writer.unfinished() == []
+    writer.commit()
+    assert writer.unwritten() == []
+    assert checksums(model) == writer.digests
+    writer.commit()  # nothing is left
+
+
 def test_what_has_not_been_written_is_named(work: Any) -> None:
     model, plan, everything = work
     writer = WeightWriter(model, plan.quant, Journal(keeps=False))

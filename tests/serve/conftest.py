@@ -129,7 +129,8 @@ class ScriptedEngine:
         if isinstance(message, Flush):
             busy = bool(self._running)
             text = "requests are running" if busy else "flushed"
-            return [ControlReply(ticket=message.ticket, ok=not busy, message=text)]
+            told = self.reply.get("payload", {})
+            return [ControlReply(ticket=message.ticket, ok=not busy, message=text, payload=told)]
         self.actions.append(message)
         return [ControlReply(ticket=message.ticket, **self.reply)]
 

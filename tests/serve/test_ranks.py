@@ -38,3 +38,13 @@ def test_too_large_a_payload_asks_for_smaller_buckets(monkeypatch: pytest.Monkey
     assert decode_ranks(["QUFBQUFB"], num_ranks=1) == [b"AAAAAA"]
     with pytest.raises(RequestError, match="smaller buckets"):
         decode_ranks(["QUFBQUFBQUFB"], num_ranks=1)
+
+
+def test_a_payload_of_many_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_PIECE", 8)
+    for size in range(40):
+        text = base64.b64encode(bytes(range(size))).decode()
+        assert decode_ranks([text], num_ranks=1) == [bytes(range(size))]
+    for text in ("QUFBQUE=QUFB", "QUFBQQ==QQ==", "QUFBQUFBQ", "QUFBQUFB===="):
+        with pytest.raises(RequestError, match="not base64"):
+            decode_ranks([text], num_ranks=1)

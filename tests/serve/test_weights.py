@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,13 @@ def bare(message: Any) -> Any:
 
 
 def test_an_update_from_disk_has_defaults(asked: Ask, folder: str) -> None:
-    payload = {"num_paused_requests": 3, "atomic": True, "weight_version": "1", "seconds": 0.5}
+    payload = {
+        "num_paused_requests": 3,
+        "atomic": True,
+        "weight_version": "1",
+        "seconds": 0.5,
+        "source": "disk",
+    }
     reply, [action] = asked(
         "/update_weights_from_disk",
         {"model_path": folder},
@@ -244,8 +251,57 @@ def test_updates_are_counted_by_source_and_result(asked: Ask, server: ScriptedSe
 
     before = count("success"), count("failure")
     folder = str(Path(server.door.plan.model.path))
-    asked("/update_weights_from_disk", {"model_path": folder}, payload={"seconds": 0.2})
+    done = {"seconds": 0.2, "source": "disk"}
+    asked("/update_weights_from_disk", {"model_path": folder}, payload=done)
     asked("/update_weights_from_disk", {"model_path": folder}, ok=False, status=400)
     asked("/update_weights_from_disk", {"model_path": folder, "dry_run": True})
     assert (count("success"), count("failure")) == (before[0] + 1, before[1] + 1)
     assert "sglang:weight_load_duration_seconds_bucket" in server.http.get("/metrics").text
+
+
+GROUP = {"names": [], "dtypes": [], "shapes": []}
+DONE = {"seconds": 2.0, "source": "distributed"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/update_weights_from_tensor", {"serialized_named_tensors": [DATA]}),
+        ("/end_weight_update", {}),
+        ("/post_process_weights", {"post_process_quantization": True}),
+        ("/continue_generation", {}),
+        ("/flush_cache", {}),
+    ],
+)
+def test_whatever_ends_an_update_times_it(
+    asked: Ask, server: ScriptedServer, path: str, body: dict[str, Any]
+) -> None:
+    def told() -> tuple[float, ...]:
+        text = server.http.get("/metrics").text
+        return tuple(
+            float(re.findall(rf"^{name}.*distributed.* (.*)$", text, re.MULTILINE)[0])
+            for name in (
+                'tetrarch:weight_update_total.*result="success"',
+                "sglang:weight_load_duration_seconds_sum",
+            )
+        )
+
+    asked("/update_weights_from_distributed", GROUP, payload=DONE)  # now the series is there
+    count, seconds = told()
+    asked(path, body, payload=DONE)
+    assert told() == (count + 1, seconds + 2)
+    asked(path, body)
+    assert told() == (count + 1, seconds + 2)
+
+
+def test_an_update_that_cannot_be_ended_counts_as_a_failure(
+    asked: Ask, server: ScriptedServer
+) -> None:
+    def count() -> float:
+        line = 'tetrarch:weight_update_total{model_name="tetrarch-demo",result="failure",source="te'
+        text = server.http.get("/metrics").text
+        return float(next(one for one in text.splitlines() if one.startswith(line)).split()[-1])
+
+    before = count()
+    asked("/end_weight_update", {}, ok=False, status=400)
+    assert count() == before + 1

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from tetrarch.core.errors import RequestError
 
-__all__ = ["Piece", "cut", "pieces"]
+__all__ = ["Piece", "cut", "pieces", "seal"]
 
 _DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -22,6 +23,17 @@ _DTYPES: dict[str, torch.dtype] = {
     )
 }
 _LIMIT = 2**62
+# The bits of a NaN that no arithmetic gives, and so no weight has; little-endian.
+_NANS: dict[torch.dtype, bytes] = {
+    torch.float64: bytes.fromhex("a5a5a5a5a5a5f57f"),
+    torch.float32: bytes.fromhex("a5a5a57f"),
+    torch.float16: bytes.fromhex("a57d"),
+    torch.bfloat16: bytes.fromhex("a57f"),
+    torch.float8_e4m3fn: b"\xff",
+    torch.float8_e5m2: b"\xfd",
+    torch.float8_e8m0fnu: b"\xff",
+}
+_RANDOM_SEAL = 8  # bytes; the same by accident once in 2^64
 
 
 @dataclass(frozen=True)
@@ -78,6 +90,16 @@ def _shape(lengths: Sequence[int]) -> tuple[int, ...]:
     if len(lengths) > 64 or elements * 8 >= _LIMIT:
         raise _error("a shape is larger than any tensor", "shapes")
     return tuple(lengths)
+
+
+def seal(piece: Piece) -> bytes:
+    """Return bytes in which a tensor cannot end; none where any end is possible.
+
+    Integers may end in anything; no sender knows eight bytes that are drawn for each call.
+    """
+    if piece.dtype in _NANS:
+        return _NANS[piece.dtype] if piece.num_bytes else b""
+    return os.urandom(_RANDOM_SEAL) if piece.num_bytes >= _RANDOM_SEAL else b""
 
 
 def cut(expected: Sequence[Piece], buffers: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -70,7 +70,8 @@ class UpdateFromDisk(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Replace all weights by those of a folder.
 
     The payload of a success, and of a refusal as far as it is known: `num_paused_requests`,
-    `atomic`, `weight_version`, `model_path`, `seconds`, `num_tensors`, `num_bytes`, `warnings`.
+    `atomic`, `weight_version`, `model_path`, `source`, `seconds`, `num_tensors`, `num_bytes`,
+    `warnings`.
 
     Attributes:
         weight_version: `None` counts updates: "1", "2", …

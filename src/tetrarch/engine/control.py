@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from tetrarch.core.errors import RequestError
 from tetrarch.engine.actions import (
@@ -36,6 +38,7 @@ from tetrarch.engine.actions import (
 from tetrarch.engine.engine import Engine
 from tetrarch.engine.groups import Groups
 from tetrarch.engine.inspection import Inspection
+from tetrarch.engine.jobs import OneJob
 from tetrarch.engine.messages import Abort, ControlReply, Flush
 from tetrarch.engine.occupation import Occupation
 from tetrarch.engine.replies import Act, accepted, answered
@@ -43,7 +46,6 @@ from tetrarch.engine.request import Delta, FinishReason
 from tetrarch.engine.updates import Updates
 from tetrarch.executor.executor import READY
 from tetrarch.executor.updates import WeightsState
-from tetrarch.models.payload import decode_payload
 
 __all__ = ["Control"]
 
@@ -61,10 +63,15 @@ class _Waiting:
 
     message: Flush | Release
     deadline: float
+    facts: Mapping[str, Any]  # of an update that it has ended
 
 
 class Control:
-    """What clients do to all: pauses, updates, memory, versions, checks."""
+    """What clients do to all: pauses, updates, memory, versions, checks.
+
+    Attributes:
+        courtesy: What goes on beside a step leaves it alone.
+    """
 
     def __init__(self, engine: Engine, say: Say) -> None:
         """Begin.
@@ -74,10 +81,13 @@ class Control:
             say: Takes replies, and the last deltas of requests that end here.
         """
         self._engine, self._say = engine, say
-        self._updates = Updates(engine, self._abort_all)
+        self._jobs = OneJob()
+        self.courtesy = self._jobs.courtesy
+        self._updates = Updates(engine, self._jobs, self._abort_all)
         self._groups = Groups(self._updates, engine.rank.device)
         self._occupation = Occupation(engine)
         self._inspection = Inspection(engine.rank.weights)
+        self._arrived: deque[Action | Flush] = deque()
         self._waiting: list[_Waiting] = []
 
     @property
@@ -89,7 +99,7 @@ class Control:
     @property
     def patience(self) -> float | None:
         """Seconds until `settle` may have something to do; `None`: not before a message."""
-        if self._updates.job is not None:
+        if self._jobs.is_busy:
             return _POLL_S
         now = time.monotonic()
         times = [max(0.0, one.deadline - now) for one in self._waiting]
@@ -113,13 +123,27 @@ class Control:
         return None if code == READY else _unavailable(code, _REASONS[code])
 
     def answer(self, message: Action | Flush) -> None:
-        """Do what a message asks for; it is answered now or by a later `settle`."""
-        self._try(message.ticket, partial(self._act, message))
+        """Do what a message asks for; it is answered now or by a later `settle`.
+
+        What comes behind a call with tensors waits until they are decoded, as if no time passed.
+        Only a pause need not: it changes no weights, and lets the decoding have all the time.
+        """
+        if isinstance(message, Pause) and not self._arrived:
+            self._try(message.ticket, partial(self._act, message))
+            return
+        self._arrived.append(message)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._arrived and not self._jobs.holds_up:
+            message = self._arrived.popleft()
+            self._try(message.ticket, partial(self._act, message))
 
     def settle(self) -> None:
         """Answer what has waited, as far as that is possible now."""
-        if (job := self._updates.take_job()) is not None:
+        if (job := self._jobs.take()) is not None:
             self._try(job.ticket, job.finish)
+            self._go_on()
         self._updates.settle()
         waiting, self._waiting = self._waiting, []
         for one in waiting:
@@ -155,11 +179,10 @@ class Control:
     ) -> ControlReply | None:
         if isinstance(message, UpdateFromDisk):
             return self._updates.from_disk(message)
+        if isinstance(message, UpdateFromTensors):
+            return self._updates.from_tensors(message)
         self._updates.check_call()
-        if isinstance(message, UpdateFromDistributed):
-            return self._groups.receive(message)
-        tensors = decode_payload(message.data, message.load_format)
-        return self._updates.take(message, tensors)
+        return self._groups.receive(message)
 
     def _look(self, message: Resume | GetWeights | CheckWeights) -> ControlReply:
         match message:
@@ -184,9 +207,9 @@ class Control:
                 count = engine.num_paused
                 return accepted(message.ticket, "paused", num_paused_requests=count)
             case Continue():
-                self._updates.end_if_implicit()
+                facts = self._updates.end_if_implicit()
                 engine.is_paused = False
-                return accepted(message.ticket, "continued")
+                return accepted(message.ticket, "continued", **facts)
             case SetVersion():
                 if message.abort_all_requests:
                     self._abort_all()
@@ -214,7 +237,7 @@ class Control:
     def _begin_waiting(self, message: Flush | Release) -> ControlReply | None:
         if isinstance(message, Release):
             self._require_no_update()
-            wait = message.wait_s
+            wait, facts = message.wait_s, dict[str, Any]()
         else:
             if any(isinstance(one.message, Flush) for one in self._waiting):
                 raise RequestError(
@@ -222,10 +245,9 @@ class Control:
                     why="the first one empties the cache for both",
                     fix="wait for it",
                 )
-            self._updates.end_if_implicit()
-            wait = message.timeout
+            wait, facts = message.timeout, self._updates.end_if_implicit()
         deadline = time.monotonic() + (wait if math.isfinite(wait) else 0.0)
-        return self._retry(_Waiting(message, deadline))
+        return self._retry(_Waiting(message, deadline, facts))
 
     def _retry(self, waiting: _Waiting) -> ControlReply | None:
         """Try again what requests are in the way of; refuse it when its time is up."""
@@ -235,7 +257,8 @@ class Control:
             reply = self._occupation.release(message)
         else:
             text = "the prefix cache is empty"
-            reply = accepted(message.ticket, text) if self._engine.flush() else None
+            done = self._engine.flush()
+            reply = accepted(message.ticket, text, **waiting.facts) if done else None
         if reply is not None:
             return reply
         if time.monotonic() < waiting.deadline:
@@ -244,13 +267,14 @@ class Control:
         return ControlReply(
             ticket=message.ticket,
             ok=False,
+            payload=dict(waiting.facts),
             message=f"requests are running or waiting; {_WAIT[type(message)]} waits for them",
             status=400,
             code="busy",
         )
 
     def _require_no_update(self) -> None:
-        self._updates.require_no_job()
+        self._jobs.require_none()
         if self._updates.is_open:
             raise RequestError(
                 "an update by tensors is open",

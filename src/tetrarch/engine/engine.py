@@ -197,6 +197,7 @@ class Engine:
             state=self.rank.state,
             is_paused=self.is_paused,
             is_updating=self.rank.weights.is_open,
+            updating_s=self.rank.weights.open_s,
             num_paused=self.num_paused,
             spec=self._spec_status(),
         )

@@ -42,7 +42,7 @@ class Groups:
             RequestError: There is a group of that name, or another job.
         """
         name = message.group_name
-        if name in self._groups:
+        if name in self._groups and self._groups[name].is_open:
             raise RequestError(
                 f"there is a weight group {name!r}",
                 why="names tell groups apart",
@@ -99,11 +99,13 @@ class Groups:
         except RequestError as error:
             if group.is_open:
                 raise
-            return partial(self._lost, error)
-        return partial(self._updates.take, message, tensors)
+            return partial(self._lost, message.group_name, group, error)
+        return self._updates.received(message, tensors)
 
-    def _lost(self, error: RequestError) -> NoReturn:
-        """Give the update up whose sender is gone; then refuse the call."""
+    def _lost(self, name: str, group: WeightGroup, error: RequestError) -> NoReturn:
+        """Forget a group that is gone, and give its update up; then refuse the call."""
+        if self._groups.get(name) is group:
+            del self._groups[name]
         self._updates.give_up()
         raise error
 

@@ -62,15 +62,17 @@ class EngineLoop:
 
     def turn(self) -> None:
         """Take messages, wait for them if there is nothing else to do; step once; tell."""
-        for data in self._inbox.take(self._patience()):
-            self._read(data)
-        if self._control.may_step:
-            self._news += self._engine.step()
-        self._control.settle()
-        self._report()
-        if self._news:
-            self._tell(self._news)
-            self._news = []
+        arrived = self._inbox.take(self._patience())
+        with self._control.courtesy.turn():
+            for data in arrived:
+                self._read(data)
+            if self._control.may_step:
+                self._news += self._engine.step()
+            self._control.settle()
+            self._report()
+            if self._news:
+                self._tell(self._news)
+                self._news = []
 
     def _patience(self) -> float | None:
         """How long to wait for a message, if for ever `None`."""

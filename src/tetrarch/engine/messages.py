@@ -130,6 +130,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         state: `ready`, or why generation gets a 503: `weights_inconsistent`, `weights_released`,
             `weights_not_loaded` or `kv_released`.
         is_updating: An update by tensors is open, so nothing runs.
+        updating_s: For how many seconds it has been.
         num_paused: Requests that a pause keeps from running.
         spec: How speculation goes; `None` without.
     """
@@ -146,6 +147,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     state: str = "ready"
     is_paused: bool = False
     is_updating: bool = False
+    updating_s: float = 0.0
     num_paused: int = 0
     spec: SpecStatus | None = None
 

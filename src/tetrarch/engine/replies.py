@@ -97,10 +97,8 @@ def update_summary(report: UpdateReport | None) -> str:
     return f"updated {report.num_tensors} tensors, {size}, in {report.seconds:.2f} s{source}"
 
 
-def update_facts(report: UpdateReport | None) -> dict[str, Any]:
+def update_facts(report: UpdateReport) -> dict[str, Any]:
     """Return what an update did, as keys of a payload."""
-    if report is None:
-        return {}
     unused = {} if report.load is None else report.load.unused
     return {
         "atomic": report.atomic,

@@ -7,7 +7,6 @@ what becomes of the requests that live meanwhile, and what the weights are calle
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -22,25 +21,25 @@ from tetrarch.engine.actions import (
     UpdateFromDistributed,
     UpdateFromTensors,
 )
-from tetrarch.engine.calls import Calls
+from tetrarch.engine.adoption import Adoption
+from tetrarch.engine.calls import ABANDON_S, Calls, Refusals
 from tetrarch.engine.engine import Engine
-from tetrarch.engine.jobs import Job, Then
+from tetrarch.engine.jobs import OneJob, Then
 from tetrarch.engine.messages import ControlReply
 from tetrarch.engine.replies import (
     accepted,
     failed_update,
     other_update,
     sentence,
-    update_facts,
     update_summary,
 )
-from tetrarch.executor.updates import DiskUpdate, UpdateReport
+from tetrarch.executor.updates import DiskUpdate, Received
+from tetrarch.models.payload import decode_payload
 
-__all__ = ["ABANDON_S", "Updates"]
+__all__ = ["Updates"]
 
 _log = get_logger(__name__)
 _SHOWN = 10  # names in a payload
-ABANDON_S = 300.0  # without a call; then nobody waits for the rest of an implicit update
 
 
 class Updates:
@@ -50,17 +49,13 @@ class Updates:
     it ends it. No step runs while one is open: some layers are new already.
     """
 
-    def __init__(self, engine: Engine, abort_all: Callable[[], None]) -> None:
-        self._engine, self._abort_all = engine, abort_all
+    def __init__(self, engine: Engine, jobs: OneJob, abort_all: Callable[[], None]) -> None:
+        self._engine, self._jobs, self._abort_all = engine, jobs, abort_all
+        self._adoption = Adoption(engine)
         self._store = engine.rank.weights
-        self._job: Job | None = None
         self._calls: Calls | None = None
-        self._num_done = 0
-
-    @property
-    def job(self) -> Job | None:
-        """What goes on beside the steps."""
-        return self._job
+        self._refusals = Refusals()
+        self._is_awaited = False  # by a request that came while a call was being decoded
 
     @property
     def is_open(self) -> bool:
@@ -70,15 +65,23 @@ class Updates:
     @property
     def patience(self) -> float | None:
         """Seconds until `settle` may have something to do; `None`: not before a message."""
-        if not self._is_implicit or self._calls is None:
-            return None
-        return max(0.0, self._calls.last + ABANDON_S - time.monotonic())
+        return self._calls.patience if self.is_open and self._calls is not None else None
 
     def settle(self) -> None:
-        """Give an implicit update up that its trainer has left, or end it if it is whole."""
-        if self._job is not None or self.patience != 0.0:
+        """Give an implicit update up that its trainer has left, or end it if it is whole.
+
+        Of an explicit one, remind.
+        """
+        if self._jobs.is_busy:
             return
-        if lacking := self._store.unfinished():
+        if self._is_awaited:
+            self._is_awaited = False
+            self.end_for_request()
+        if self._calls is None or self.patience != 0.0:
+            return
+        if self._calls.is_explicit:
+            self._calls.remind(self._engine.heartbeat())
+        elif lacking := self._store.unfinished():
             what = "; ".join(lacking[:_SHOWN])
             _log.error("gave up an update: %.0f s without a call, and it lacks %s", ABANDON_S, what)
             self.give_up()
@@ -87,20 +90,8 @@ class Updates:
             self.end_for_request()
 
     def start(self, ticket: int, what: str, work: Callable[[], Then]) -> None:
-        """Begin a job, the only one.
-
-        Raises:
-            RequestError: There is one.
-        """
-        self.require_no_job()
-        self._job = Job(ticket, what, work)
-
-    def take_job(self) -> Job | None:
-        """Return the job if it is done, and forget it."""
-        if self._job is None or not self._job.is_done:
-            return None
-        job, self._job = self._job, None
-        return job
+        """Begin a job, as `OneJob.start`."""
+        self._jobs.start(ticket, what, work)
 
     def from_disk(self, message: UpdateFromDisk) -> None:
         """Plan beside the steps; then commit between two of them.
@@ -111,7 +102,7 @@ class Updates:
         if self._is_explicit and self.is_open:
             raise other_update("an update by tensors is open")
         work = partial(self._plan, message)
-        self.start(message.ticket, f"another update, from {message.path}, is under way", work)
+        self._jobs.start(message.ticket, f"another update, from {message.path}, is under way", work)
 
     def begin(self, *, atomic: bool | None, selector: Selector = "all") -> bool:
         """Begin an update by tensors; return whether a failure will restore the old weights.
@@ -120,7 +111,7 @@ class Updates:
             ConfigError: An undo copy was demanded and does not fit, or the weights are released.
             RequestError: Another update is under way.
         """
-        self.require_no_job()
+        self._jobs.require_none()
         if self.is_open:
             raise other_update("an update by tensors is open")
         is_atomic = self._store.begin(atomic=atomic)
@@ -133,40 +124,67 @@ class Updates:
         Raises:
             RequestError: Another update is under way, or the one it belongs to has failed.
         """
-        self.require_no_job()
+        self._jobs.require_none()
         if not self.is_open and self._is_explicit:
             raise failed_update()
         if not self.is_open:
             self._calls = None
 
-    def take(
-        self, message: UpdateFromTensors | UpdateFromDistributed, tensors: Mapping[str, Tensor]
-    ) -> ControlReply:
-        """Take the tensors of one call, and end an implicit update if it says `flush_cache`.
+    def from_tensors(self, message: UpdateFromTensors) -> None:
+        """Decode and check tensors beside the steps; then take them between two of them.
 
         Raises:
-            CheckpointError: They do not fit, or what would end is not complete.
+            RequestError: Another update is under way, or the one it belongs to has failed.
         """
-        if message.abort_all_requests:
-            self._abort_all()
+        self.check_call()
+        work = partial(self._decode, message)
+        self._jobs.start(message.ticket, "tensors are being decoded", work, holds_up=True)
+
+    def _decode(self, message: UpdateFromTensors) -> Then:
+        with self._refusals.counted():
+            tensors = decode_payload(message.data, message.load_format)
+        return self.received(message, tensors)
+
+    def received(
+        self, message: UpdateFromTensors | UpdateFromDistributed, tensors: Mapping[str, Tensor]
+    ) -> Then:
+        """Check the tensors of one call, beside the steps; return what remains to be done.
+
+        That takes them, and ends an implicit update if the call says `flush_cache`. It raises
+        `CheckpointError` where values cannot be weights, or what would end is not complete.
+
+        Raises:
+            CheckpointError: They do not fit; the call has changed nothing.
+        """
         session = "all" if self._calls is None else self._calls.selector
         tensors = self._store.select(tensors, session, message.selector)
         if message.flush_cache and not self.is_open and self._store.holds(tensors):
-            return self._repeated(message)
-        if tensors:
-            self._store.add(tensors)
+            return partial(self._repeated, message)
+        with self._refusals.counted():
+            received = self._store.receive(tensors) if tensors else None
+        return partial(self._take, message, received, len(tensors))
+
+    def _take(
+        self,
+        message: UpdateFromTensors | UpdateFromDistributed,
+        received: Received | None,
+        num_tensors: int,
+    ) -> ControlReply:
+        if message.abort_all_requests:
+            self._abort_all()
+        if received is not None:
+            with self._refusals.counted():
+                self._store.take(received)
         calls = self._calls = self._calls or Calls(is_explicit=False)
-        calls.version = message.weight_version or calls.version
-        calls.flush |= message.flush_cache
-        calls.last = time.monotonic()
+        calls.note(message)
         if message.flush_cache and not calls.is_explicit:
             return self._finish(message.ticket)
         return accepted(
             message.ticket,
-            f"took {len(tensors)} tensors; the update goes on",
+            f"took {num_tensors} tensors; the update goes on",
             is_open=self.is_open,
             unfinished=self._store.unfinished()[:_SHOWN],
-            num_paused_requests=self._num_held,
+            num_paused_requests=self._adoption.num_held,
             weight_version=self._engine.weight_version,
         )
 
@@ -181,7 +199,7 @@ class Updates:
             CheckpointError: It is not complete, or the model does not hold what was written.
             RequestError: None is open, it has failed before, or another update is under way.
         """
-        self.require_no_job()
+        self._jobs.require_none()
         if not self.is_open:
             is_explicit, self._calls = self._is_explicit, None
             if is_explicit:
@@ -193,16 +211,20 @@ class Updates:
             )
         return self._finish(ticket)
 
-    def end_if_implicit(self) -> None:
+    def end_if_implicit(self) -> dict[str, Any]:
         """End an update that nobody began, for what comes next relies on it.
+
+        Returns:
+            What it did, as keys of a payload; empty if none was open.
 
         Raises:
             CheckpointError: It is not complete. It is over, and taken back where that was possible.
             RequestError: Some of it is being received.
         """
-        if self._is_implicit:
-            self.require_no_job()
-            self._finish(0)
+        if not self._is_implicit:
+            return {}
+        self._jobs.require_none()
+        return self._finish(0).payload
 
     def end_for_request(self) -> str:
         """End an implicit update before a request that arrives.
@@ -211,7 +233,10 @@ class Updates:
             In words what is missing, if the request cannot be served for that; the update then
             goes on, for its trainer is not to be disturbed.
         """
-        if not self._is_implicit or self._job is not None:
+        if not self._is_implicit:
+            return ""
+        if self._jobs.is_busy:
+            self._is_awaited = True
             return ""
         if lacking := self._store.unfinished():
             return f"an update lacks {'; '.join(lacking[:_SHOWN])}"
@@ -221,11 +246,6 @@ class Updates:
             _log.error("an update could not be ended: %s", sentence(error))
         return ""
 
-    def require_no_job(self) -> None:
-        """Raise `RequestError` while something goes on beside the steps."""
-        if self._job is not None:
-            raise other_update(self._job.what)
-
     @property
     def _is_explicit(self) -> bool:
         return self._calls is not None and self._calls.is_explicit
@@ -234,27 +254,29 @@ class Updates:
     def _is_implicit(self) -> bool:
         return self.is_open and not self._is_explicit
 
-    @property
-    def _num_held(self) -> int:
-        """Requests that cannot go on while weights are written."""
-        return max(self._engine.num_paused, self._engine.num_running)
-
     def _finish(self, ticket: int) -> ControlReply:
         calls, self._calls = self._calls or Calls(is_explicit=False), None
-        report = self._store.finish()
-        facts = self._adopt(report, version=calls.version, flush=calls.flush)
+        with self._refusals.counted():
+            report = self._store.finish()
+        facts = self._adoption.adopt(
+            report, source=calls.source, version=calls.version, flush=calls.flush
+        )
+        if report is not None:
+            facts["warnings"] += self._refusals.told()
         return accepted(ticket, update_summary(report), is_open=False, unfinished=[], **facts)
 
     def _repeated(self, message: UpdateFromTensors | UpdateFromDistributed) -> ControlReply:
         """Answer the last call of the last update once more; its first answer was lost."""
-        self._engine.weight_version = message.weight_version or self._engine.weight_version
+        if message.abort_all_requests:
+            self._abort_all()
+        self._adoption.rename(message.weight_version)
         return accepted(
             message.ticket,
             "the last update has brought these tensors already",
             is_open=False,
             unfinished=[],
-            num_paused_requests=self._num_held,
-            **self._names,
+            num_paused_requests=self._adoption.num_held,
+            **self._adoption.names,
         )
 
     def _plan(self, message: UpdateFromDisk) -> Then:
@@ -263,28 +285,12 @@ class Updates:
     def _commit(self, message: UpdateFromDisk, update: DiskUpdate) -> ControlReply:
         if message.dry_run:
             text = f"{message.path} can be loaded; nothing was written"
-            return accepted(message.ticket, text, atomic=update.atomic, **self._names)
+            return accepted(message.ticket, text, atomic=update.atomic, **self._adoption.names)
         if message.abort_all_requests:
             self._abort_all()
         self._calls = None
         report = self._store.commit(update)
-        facts = self._adopt(report, version=message.weight_version, flush=message.flush_cache)
+        version, flush = message.weight_version, message.flush_cache
+        facts = self._adoption.adopt(report, source="disk", version=version, flush=flush)
         self._engine.is_paused |= message.keep_pause
         return accepted(message.ticket, update_summary(report), **facts)
-
-    def _adopt(
-        self, report: UpdateReport | None, *, version: str | None, flush: bool
-    ) -> dict[str, Any]:
-        """Let the engine know its new weights; return what a reply tells of them."""
-        num_held = self._num_held
-        if report is not None and report.num_tensors > 0:
-            self._num_done += 1
-            self._engine.weight_version = version or str(self._num_done)
-            _log.info("%s; version %s", update_summary(report), self._engine.weight_version)
-        if flush:
-            self._engine.renew()
-        return {"num_paused_requests": num_held, **update_facts(report), **self._names}
-
-    @property
-    def _names(self) -> dict[str, Any]:
-        return {"weight_version": self._engine.weight_version, "model_path": self._store.path}

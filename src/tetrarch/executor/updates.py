@@ -13,10 +13,11 @@ from tetrarch.memory.journal import Journal
 from tetrarch.models.placement import Placements
 from tetrarch.models.report import LoadReport
 from tetrarch.models.sources import Source
-from tetrarch.models.update import LiveUpdate
+from tetrarch.models.update import LiveUpdate, Pieces
 
 __all__ = [
     "DiskUpdate",
+    "Received",
     "Session",
     "UpdateReport",
     "WeightsState",
@@ -88,14 +89,33 @@ class Session:
         """Whether a failure will restore the old weights."""
         return self.journal.keeps
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since it began."""
+        return time.perf_counter() - self._began
+
     def report(self) -> UpdateReport:
         """Return what has come of it."""
         return UpdateReport(
             atomic=self.is_atomic,
             num_tensors=self.update.num_tensors,
             num_bytes=self.update.num_bytes,
-            seconds=time.perf_counter() - self._began,
+            seconds=self.age_s,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """The tensors of one call, checked and quantized; nothing of them is written.
+
+    Attributes:
+        session: The update that they belong to; not open yet if they are its first.
+        error: What their values were refused for. The update is lost with them.
+    """
+
+    session: Session
+    pieces: Pieces
+    error: Exception | None = None
 
 
 def failed(error: Exception, *, is_ready: bool) -> CheckpointError:

@@ -7,35 +7,30 @@ steps, and taken back if anything fails: what is served is the old weights or th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tetrarch.config.checkpoint import read_checkpoint
-from tetrarch.config.headers import read_headers
 from tetrarch.config.plan import Plan
-from tetrarch.core.errors import CheckpointError, TetrarchError
+from tetrarch.core.errors import CheckpointError
 from tetrarch.core.log import get_logger
 from tetrarch.core.progress import NoProgress, Progress
+from tetrarch.executor.planning import Planner
 from tetrarch.executor.updates import (
     DiskUpdate,
+    Received,
     Session,
     UpdateReport,
     WeightsState,
     failed,
     released,
     undo_fits,
-    unreadable,
 )
 from tetrarch.memory.checksum import digest
 from tetrarch.memory.journal import Journal
 from tetrarch.models.build import Model
-from tetrarch.models.compare import check_same_model
 from tetrarch.models.load import fill, load_weights
-from tetrarch.models.placement import Placer
 from tetrarch.models.readback import checksums, read_back
 from tetrarch.models.report import LoadReport
 from tetrarch.models.sources import open_checkpoint
@@ -48,7 +43,7 @@ _log = get_logger(__name__)
 
 
 class WeightStore:
-    """Owns the state of a model's weights. One thread writes; `plan` may run on another.
+    """Owns the state of a model's weights. One thread writes; another may plan or receive.
 
     Attributes:
         state: Whether a forward may use them.
@@ -66,7 +61,7 @@ class WeightStore:
         self._model, self._plan, self._free_host = model, plan, free_host
         self._session: Session | None = None
         self._done: Mapping[str, str] = {}  # digests of the last update's tensors, while they hold
-        self._placer = Placer(model, plan.quant)
+        self._planner = Planner(model, plan)
         self.state = self._before = WeightsState.NOT_LOADED
         self.path = plan.model.path
 
@@ -83,7 +78,7 @@ class WeightStore:
             CheckpointError: It does not fit the model, or holds what cannot be weights.
         """
         source, quant = open_checkpoint(self._plan, self.path), self._plan.quant
-        placed = self._placer.place(source)
+        placed = self._planner.place(source)
         report = load_weights(self._model, source, plan=quant, progress=progress, placements=placed)
         self.state = WeightsState.READY
         return report
@@ -99,26 +94,7 @@ class WeightStore:
             CheckpointError: Names, shapes, types, formats or the configuration do not fit.
             ConfigError: An undo copy was demanded and does not fit.
         """
-        began = time.perf_counter()
-        can_undo = self._can_undo(wanted=atomic)
-        try:
-            headers = read_headers(Path(path))  # once: of fifty thousand tensors it takes 0.6 s
-            read_checkpoint(path, headers)  # refuses what its files declare and we cannot load
-            check_same_model(self._model, path)
-            source = open_checkpoint(self._plan, path, headers)
-            placements = self._placer.place(source)
-        except TetrarchError:
-            raise
-        except Exception as error:  # files may hold anything, and a path be none
-            _log.warning("planning an update met what it did not expect", exc_info=error)
-            raise unreadable(path, error) from error
-        return DiskUpdate(
-            path=path,
-            source=source,
-            placements=placements,
-            atomic=can_undo,
-            seconds=time.perf_counter() - began,
-        )
+        return self._planner.plan(path, atomic=self._can_undo(wanted=atomic))
 
     def commit(self, update: DiskUpdate, progress: Progress | None = None) -> UpdateReport:
         """Write a planned update. Between steps only.
@@ -150,6 +126,11 @@ class WeightStore:
         """Whether an update by tensors has begun and not ended."""
         return self._session is not None
 
+    @property
+    def open_s(self) -> float:
+        """Seconds since the update by tensors that is open has begun; 0 without one."""
+        return 0.0 if (session := self._session) is None else session.age_s
+
     def begin(self, *, atomic: bool | None = None) -> bool:
         """Begin an update by tensors; one that is open is dropped like a failed one.
 
@@ -180,20 +161,37 @@ class WeightStore:
             return False
         return all(self._done[name] == digest(value) for name, value in tensors.items())
 
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take tensors, and write what is whole; opens an update where none is open.
+    def receive(self, tensors: Mapping[str, Tensor]) -> Received:
+        """Check tensors, and quantize what is whole; `take` comes next. Touches no slot.
 
         Raises:
-            CheckpointError: They do not fit. If names, shapes, types or repetitions are at fault,
-                nothing of this call was taken and the update goes on; if values are, the update
-                is over, and the old weights are restored or the state says that they are not.
+            CheckpointError: Names, shapes, types or repetitions are at fault. Nothing was taken,
+                and the update that is open, if any, goes on.
         """
         self._require_memory()
         session = self._session or self._open(atomic=None)
         pieces = session.update.check(tensors)
+        try:
+            session.update.stage(pieces)
+        except Exception as error:
+            return Received(session, pieces, error)
+        return Received(session, pieces)
+
+    def take(self, received: Received) -> None:
+        """Write what was received and is whole; opens an update where none is open.
+
+        Raises:
+            CheckpointError: Values were at fault. The update is over, and the old weights are
+                restored or the state says that they are not.
+        """
+        self._require_memory()
+        session = received.session
+        assert self._session in (None, session), "another update began meanwhile"
         self._session, self._done = session, {}
         try:
-            session.update.take(pieces)
+            if received.error is not None:
+                raise received.error
+            session.update.commit(received.pieces)
         except Exception as error:
             self._session = None
             raise self._failed(session.journal, error) from error

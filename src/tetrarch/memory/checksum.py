@@ -8,6 +8,7 @@ is copied to the host.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping
 
@@ -37,7 +38,7 @@ def digest(tensor: Tensor) -> str:
         tensor: Any shape, dtype and device.
     """
     words = _words(tensor.detach())
-    keys = _keys(min(_WORDS, len(words)), words.device)
+    keys = _keys(words.device)[: len(words)]
     products = torch.empty_like(keys)  # allocating half a megabyte each time costs twice the sum
     sums = [_sum(part, keys[: len(part)], products[: len(part)]) for part in words.split(_WORDS)]
     seal = f"{torch.stack(sums).tolist() if sums else []} {tensor.dtype} {tuple(tensor.shape)}"
@@ -62,9 +63,10 @@ def _words(tensor: Tensor) -> Tensor:
     return (octets if octets.storage_offset() % 4 == 0 else octets.clone()).view(torch.int32)
 
 
-def _keys(count: int, device: torch.device) -> Tensor:
-    """Return the first numbers of splitmix64: (count,) int64, the same on every device."""
-    keys = torch.arange(1, count + 1, device=device).mul_(_STRIDE)
+@functools.cache  # half a megabyte; of a small tensor, making them took half the time
+def _keys(device: torch.device) -> Tensor:
+    """Return the first numbers of splitmix64: (_WORDS,) int64, the same on every device."""
+    keys = torch.arange(1, _WORDS + 1, device=device).mul_(_STRIDE)
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         _fold(keys, shift).mul_(factor)
     return _fold(keys, 31)

@@ -16,6 +16,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from tetrarch.core.courtesy import gently
 from tetrarch.models.unpickle import refused, shown
 
 __all__ = ["Memory", "SavedBytes", "Storage", "View", "count", "owned", "sizes", "view"]
@@ -171,15 +172,15 @@ def owned(views: Sequence[View]) -> list[Tensor]:
         RequestError: The sender's memory is gone, or there is no room for the copies.
     """
     spans: dict[Memory, tuple[int, int]] = {}
-    for seen in views:
+    for seen in gently(views):
         first, end = seen.span
         low, high = spans.get(seen.memory, (first, end))
         if end > 0:
             spans[seen.memory] = min(low, first // _ALIGNED * _ALIGNED), max(high, end)
         else:
             spans.setdefault(seen.memory, (0, 0))
-    copies = {memory: _copied(memory, span) for memory, span in spans.items()}
-    return [_on_copy(seen, copies[seen.memory], spans[seen.memory][0]) for seen in views]
+    copies = {memory: _copied(memory, span) for memory, span in gently(spans.items())}
+    return [_on_copy(seen, copies[seen.memory], spans[seen.memory][0]) for seen in gently(views)]
 
 
 def _copied(memory: Memory, span: tuple[int, int]) -> Tensor:

@@ -16,6 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from tetrarch.core.courtesy import gently
 from tetrarch.core.errors import RequestError
 from tetrarch.models.borrowed import View, count, owned, sizes
 from tetrarch.models.rebuilds import BUCKET_PART, RANK_TENSORS, Rebuilds
@@ -55,7 +56,7 @@ def decode_payload(data: bytes, load_format: str | None) -> dict[str, Tensor]:
     payload = rebuilds.read(data)
     if load_format == "flattened_bucket":
         return _unflatten(payload)
-    tensors = {name: _one(name, value, rebuilds) for name, value in _pairs(payload)}
+    tensors = {name: _one(name, value, rebuilds) for name, value in gently(_pairs(payload))}
     return dict(zip(tensors, owned(list(tensors.values())), strict=True))
 
 
@@ -67,7 +68,7 @@ def _pairs(payload: object) -> list[tuple[str, object]]:
     else:
         raise refused("it is neither a list of (name, tensor) pairs nor a dict")
     pairs: dict[str, object] = {}
-    for pair in listed:
+    for pair in gently(listed):
         match pair:
             case (str(name), value):
                 _check_name(name, pairs)
@@ -118,13 +119,13 @@ def _unflatten(payload: object) -> dict[str, Tensor]:
         case _:
             raise refused("it is no bucket: a dict of a flat flattened_tensor and its metadata")
     parts: dict[str, _Part] = {}
-    for item in cast("list[object]", listed):
+    for item in gently(cast("list[object]", listed)):
         part = _part(item, seen)
         _check_name(part.name, parts)
         parts[part.name] = part
     _check_apart(sorted(parts.values(), key=lambda part: (part.start, part.end)))
     flat = owned([seen])[0].contiguous()
-    return {name: _cut(flat, part) for name, part in parts.items()}
+    return {name: _cut(flat, part) for name, part in gently(parts.items())}
 
 
 def _part(item: object, flat: View) -> _Part:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tetrarch.config.plan import QuantPlan
+from tetrarch.core.courtesy import gently
 from tetrarch.core.errors import CheckpointError
 from tetrarch.models.build import Model
 from tetrarch.models.census import ExpertCensus
@@ -76,7 +77,7 @@ def place(model: Model, source: Source, quant: QuantPlan) -> Placements:
             of a refused format; all of them are named at once.
     """
     survey = _Survey(model, quant, drafts=model.names.draft_layers(source.headers))
-    for name, parts in group(source.headers, survey.drop).items():
+    for name, parts in gently(group(source.headers, survey.drop).items()):
         survey.add(name, parts)
     return survey.finish(source.name)
 
@@ -122,7 +123,7 @@ def place_some(
     # The tensor that shows a draft layer may be in another call.
     survey = _Survey(model, quant, drafts=model.names.numbered_drafts)
     waiting: dict[str, str] = {}
-    for name, parts in weights.items():
+    for name, parts in gently(weights.items()):
         if (lacking := survey.lacking(name, parts)) is None:
             survey.add(name, parts)
         else:
@@ -135,7 +136,7 @@ def group(
 ) -> dict[str, Headers]:
     """Gather the parts of each weight; the scales of a KV cache belong to none: they drop."""
     weights: dict[str, dict[str, tuple[str, TensorHeader]]] = {}
-    for tensor, header in headers.items():
+    for tensor, header in gently(headers.items()):
         if tensor.endswith((".k_scale", ".v_scale")):
             if drop is not None:
                 drop(Unused.KV_SCALE, tensor)

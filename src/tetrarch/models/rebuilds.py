@@ -52,7 +52,7 @@ _BY_UUID = "_rebuild_cuda_tensor_modified"
 
 # A storage outside shared memory, as torch.save wrote it before its zip format: five pickles
 # (magic, version, platform, the storage's description, its key), its length, its bytes.
-_MAGIC, _VERSION, _PICKLES = 0x1950A86A20F9469CFC6C, 1001, 5
+_MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ class Rebuilds:
         self._left = 2 * num_bytes  # the payload itself, and all pickles within it
         self._files: dict[bytes, SharedFile] = {}
         self._opened: dict[bytes, CudaMemory] = {}
+        self._preamble = b""  # how saved storages begin; all of one sender begin alike
 
     def read(self, pickled: bytes) -> object:
         """Return lists, tuples, dicts, views and records in place of what was pickled.
@@ -204,15 +205,25 @@ class Rebuilds:
             raise refused("a saved storage is not bytes")
         self._spend(len(saved))
         stream = io.BytesIO(saved)
-        magic, version, _, storage, keys = (
-            unpickle(stream, _STORAGES, persistent=_described) for _ in range(_PICKLES)
-        )
-        if (magic, version) != (_MAGIC, _VERSION) or not isinstance(storage, _Saved):
+        self._skip_preamble(stream, saved)
+        storage = unpickle(stream, _STORAGES, persistent=_described)
+        keys = unpickle(stream, _STORAGES)
+        if not isinstance(storage, _Saved):
             raise refused("a saved storage is not one that torch pickles")
         body = saved[stream.tell() + 8 :]
         if keys != [storage.key] or len(body) != storage.num_bytes:
             raise refused(f"a saved storage claims {storage.num_bytes} bytes and has {len(body)}")
         return Storage(SavedBytes(body), storage.dtype)
+
+    def _skip_preamble(self, stream: io.BytesIO, saved: bytes) -> None:
+        """Check magic, version and platform; bytes that have been read need no second look."""
+        if self._preamble and saved.startswith(self._preamble):
+            stream.seek(len(self._preamble))
+            return
+        magic, version, _ = (unpickle(stream, {}) for _ in range(3))
+        if (magic, version) != (_MAGIC, _VERSION):
+            raise refused("a saved storage is not one that torch pickles")
+        self._preamble = saved[: stream.tell()]
 
 
 @dataclass(frozen=True)

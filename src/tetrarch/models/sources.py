@@ -8,10 +8,10 @@ read, so that a checkpoint which does not fit is refused before anything has bee
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from tetrarch.config.drafts import scan_draft
 from tetrarch.config.headers import TensorHeader as FileHeader
 from tetrarch.config.headers import no_weights, read_headers
 from tetrarch.config.plan import Plan
+from tetrarch.core.courtesy import gently
 from tetrarch.models.shard import Shard
 
 __all__ = [
@@ -48,8 +49,7 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TensorHeader:
+class TensorHeader(msgspec.Struct, frozen=True):
     """What a stored tensor is, known without reading it."""
 
     shape: tuple[int, ...]
@@ -113,7 +113,7 @@ class SafetensorsSource:
         stored = read_headers(self._folder) if headers is None else headers
         self._headers: dict[str, TensorHeader] = {}
         self._offsets: dict[str, int] = {}
-        for header in stored.values():
+        for header in gently(stored.values()):
             dtype = _DTYPES[header.dtype]
             self._headers[header.name] = TensorHeader(header.shape, dtype, header.file)
             self._offsets[header.name] = header.offset
@@ -152,7 +152,7 @@ class TensorSource:
         self._tensors = dict(tensors)
         self._headers = {
             name: TensorHeader(tuple(tensor.shape), tensor.dtype, "")
-            for name, tensor in self._tensors.items()
+            for name, tensor in gently(self._tensors.items())
         }
 
     @property

@@ -15,6 +15,7 @@ import pickletools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from tetrarch.core.courtesy import gently
 from tetrarch.core.errors import RequestError
 
 __all__ = ["Record", "Row", "refused", "shown", "unpickle"]
@@ -78,7 +79,7 @@ def unpickle(
     """
     machine = _Machine(table, persistent)
     try:
-        for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
+        for count, (opcode, argument, _) in enumerate(gently(pickletools.genops(stream))):
             if count == _MAX_OPCODES:
                 raise refused(f"more than {_MAX_OPCODES:,} pickle opcodes")
             machine.step(opcode.name, argument)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tetrarch.config.plan import QuantPlan
+from tetrarch.core.courtesy import gently
 from tetrarch.core.errors import CheckpointError
 from tetrarch.memory.checksum import digest
 from tetrarch.memory.journal import Journal
@@ -89,7 +90,7 @@ class LiveUpdate:
         Raises:
             CheckpointError: Something does not fit; the update goes on as if it had not come.
         """
-        digests = {name: digest(tensor) for name, tensor in tensors.items()}
+        digests = {name: digest(tensor) for name, tensor in gently(tensors.items())}
         fresh = {n: t for n, t in tensors.items() if self.digests.get(n) != digests[n]}
         pending = {**self._waiting, **fresh}
         weights = group(TensorSource(pending).headers)
@@ -108,16 +109,21 @@ class LiveUpdate:
         )
 
     @torch.no_grad()
-    def take(self, pieces: Pieces) -> None:
-        """Take what was checked: write dense weights and the layers that are whole now.
+    def stage(self, pieces: Pieces) -> None:
+        """Quantize what was checked, as far as it is whole. Touches no slot, so steps may go on.
 
         Raises:
             CheckpointError: Values cannot be weights. The update is lost: go back to the old ones.
         """
-        for one in pieces.placements.weights:
+        for one in gently(pieces.placements.weights):
             parts = {part: pieces.parts[name] for part, name in one.weight.parts.items()}
-            self._writer.take(one.weight, one.to, parts)
+            self._writer.stage(one.weight, one.to, parts)
             self._taken.add(one.weight.name)
+
+    @torch.no_grad()
+    def commit(self, pieces: Pieces) -> None:
+        """Write what was staged: dense weights, and the layers that are whole now."""
+        self._writer.commit()
         self._waiting, self._lacking = pieces.waiting, pieces.lacking
         self.digests.update(pieces.digests)
         self.num_tensors += len(pieces.fresh)

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -16,7 +20,7 @@ from tetrarch.models.formats import StoredWeight
 from tetrarch.models.parts import Parts, assemble, decode
 from tetrarch.models.readback import digests_of
 from tetrarch.moe.experts import ExpertStager
-from tetrarch.moe.types import Nvfp4Matrix
+from tetrarch.moe.types import CanonicalExperts, Nvfp4Matrix, PlainExperts
 
 __all__ = ["WeightWriter"]
 
@@ -46,9 +50,18 @@ class WeightWriter:
         self._stagers: dict[str, ExpertStager] = {}
         self._dense: set[str] = set()
         self._layers: set[str] = set()
+        self._ready: deque[Callable[[], None]] = deque()  # writes that are due
 
     def take(self, weight: StoredWeight, to: Destination, parts: Parts) -> None:
-        """Take one whole weight.
+        """Take one whole weight, and write what is whole with it.
+
+        Args and errors as of `stage`.
+        """
+        self.stage(weight, to, parts)
+        self.commit()
+
+    def stage(self, weight: StoredWeight, to: Destination, parts: Parts) -> None:
+        """Take one whole weight; what is whole with it waits for `commit`. Touches no slot.
 
         Args:
             weight: How it is stored.
@@ -65,11 +78,14 @@ class WeightWriter:
         stored = assemble(weight, parts, dtype=slot.dtype, device=slot.device)
         value = decode(stored, slot.dtype)
         _check_finite(weight.name, value)
-        self.journal.write(self.model.weights, to.name, value)
         if self._keeps_digests:
             self.digests[to.name] = digest(value)
-        self._dense.add(to.name)
-        self.num_dense += 1
+        self._ready.append(partial(self._write, to.name, value))
+
+    def commit(self) -> None:
+        """Write what has been staged and is whole. Between steps only."""
+        while self._ready:
+            self._ready.popleft()()
 
     def unfinished(self) -> list[str]:
         """Return in words what the layers lack of which only a part has come."""
@@ -97,10 +113,18 @@ class WeightWriter:
         self._put(stager, to, assemble(weight, parts, dtype=dtype, device=layer.spec.device))
         if stager.is_complete:
             experts = self._stagers.pop(to.layer).finish()
-            layer.load(experts, self.journal)
-            self._layers.add(to.layer)
             if self._keeps_digests:
                 self.digests |= digests_of(to.layer, experts)
+            self._ready.append(partial(self._write_layer, to.layer, experts))
+
+    def _write(self, name: str, value: Tensor) -> None:
+        self.journal.write(self.model.weights, name, value)
+        self._dense.add(name)
+        self.num_dense += 1
+
+    def _write_layer(self, path: str, experts: CanonicalExperts | PlainExperts) -> None:
+        self.model.experts[path].load(experts, self.journal)
+        self._layers.add(path)
 
     def _put(
         self, stager: ExpertStager, to: ExpertDestination, value: Tensor | Nvfp4Matrix

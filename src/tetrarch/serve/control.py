@@ -17,7 +17,7 @@ from tetrarch.engine.messages import Flush
 from tetrarch.serve.body import json_response, read_body, read_control
 from tetrarch.serve.door import Door
 from tetrarch.serve.fields import Ignored, Meta
-from tetrarch.serve.reply import reply_response
+from tetrarch.serve.reply import ask, reply_response
 
 __all__ = [
     "AbortBody",
@@ -80,7 +80,7 @@ async def pause_generation(door: Door, http: Request) -> Response:
 async def continue_generation(door: Door, http: Request) -> Response:
     """Compute again; nothing happens where nothing is paused."""
     await read_control(http, ContinueBody)
-    reply = await door.client.call(Continue)
+    reply = await ask(door, Continue)
     return reply_response(reply, _STATUS[reply.ok])
 
 
@@ -90,7 +90,7 @@ async def flush_cache(door: Door, http: Request) -> Response:
     The answer is text, or JSON for `Accept: application/json`.
     """
     timeout = _seconds(http.query_params.get("timeout"))
-    reply = await door.client.call(partial(Flush, timeout=timeout))
+    reply = await ask(door, partial(Flush, timeout=timeout))
     message = reply.message or "Cache flushed."
     status = 200 if reply.ok else max(reply.status, 400)
     if "application/json" in http.headers.get("accept", ""):

@@ -115,6 +115,8 @@ async def server_info(door: Door, _: Request) -> Response:
             "weight_version": door.weight_version,
             "weights": load.state,
             "is_paused": load.is_paused,
+            "is_updating": load.is_updating,
+            "updating_s": load.updating_s,
             "kv_events": None,
             "engine": facts,
             "plan": {name: part for name, part in parts.items() if name != "decisions"},

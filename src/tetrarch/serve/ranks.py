@@ -15,6 +15,8 @@ MOST_BYTES = (1 << 32) - (1 << 16)
 """Of one rank's payload: what msgpack can carry to the engine, less the rest of the message."""
 MOST_BODY_BYTES = MOST_BYTES // 3 * 4 + (1 << 20)
 """Of a whole call: base64 of that, and the other fields."""
+_PIECE = 1 << 22
+"""Characters, in groups of four: 15 ms, during which Python runs nothing else."""
 
 
 def decode_ranks(encoded: Sequence[str], *, num_ranks: int) -> list[bytes]:
@@ -47,7 +49,12 @@ def _decode(text: str, rank: int) -> bytes:
             param=_KEY,
         )
     try:
-        return binascii.a2b_base64(text, strict_mode=True)
+        return _join(
+            [
+                binascii.a2b_base64(text[at : at + _PIECE], strict_mode=True)
+                for at in range(0, len(text), _PIECE)
+            ]
+        )
     except ValueError as error:  # binascii.Error, or characters beyond ASCII
         raise RequestError(
             f"{_KEY}[{rank}] is not base64",
@@ -55,3 +62,9 @@ def _decode(text: str, rank: int) -> bytes:
             fix="send base64 of the standard alphabet, padded, without line breaks",
             param=_KEY,
         ) from error
+
+
+def _join(pieces: list[bytes]) -> bytes:
+    if any(len(piece) < _PIECE // 4 * 3 for piece in pieces[:-1]):
+        raise binascii.Error("Excess data after padding")
+    return b"".join(pieces)

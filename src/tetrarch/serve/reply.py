@@ -17,7 +17,19 @@ from tetrarch.serve.body import json_response
 from tetrarch.serve.door import Door
 from tetrarch.serve.errors import Failure, busy_headers, error_object
 
-__all__ = ["relay", "relay_update", "reply_response"]
+__all__ = ["ask", "relay", "relay_update", "reply_response"]
+
+
+async def ask(door: Door, make: Callable[..., Inbound]) -> ControlReply:
+    """Send a control message; where its answer tells of an update that it has ended, time that.
+
+    Args and errors as of `relay`.
+    """
+    reply = await door.client.call(make)
+    if "seconds" in reply.payload:
+        source, seconds = reply.payload["source"], reply.payload["seconds"]
+        door.metrics.observe_update(source, ok=True, seconds=seconds)
+    return reply
 
 
 async def relay(door: Door, make: Callable[..., Inbound]) -> Response:
@@ -30,7 +42,7 @@ async def relay(door: Door, make: Callable[..., Inbound]) -> Response:
     Raises:
         EngineDead: There is no engine, or it died before it answered.
     """
-    return reply_response(await door.client.call(make))
+    return reply_response(await ask(door, make))
 
 
 def reply_response(reply: ControlReply, extra: Mapping[str, Any] | None = None) -> Response:
@@ -47,11 +59,17 @@ def reply_response(reply: ControlReply, extra: Mapping[str, Any] | None = None) 
 
 
 async def relay_update(door: Door, make: Callable[..., Inbound], *, source: str) -> Response:
-    """Relay an update of the weights, and count it; `source` says where they come from.
+    """Relay a call of an update, and count it also where it fails, or does not end the update.
+
+    Args:
+        door: The server.
+        make: Builds the message, given its `ticket`.
+        source: Where the weights come from, unless the answer says so.
 
     Raises:
         EngineDead: There is no engine, or it died before it answered.
     """
-    reply = await door.client.call(make)
-    door.metrics.observe_update(source, ok=reply.ok, seconds=reply.payload.get("seconds"))
+    reply = await ask(door, make)
+    if "seconds" not in reply.payload:
+        door.metrics.observe_update(source, ok=reply.ok, seconds=None)
     return reply_response(reply)

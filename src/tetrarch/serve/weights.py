@@ -169,7 +169,9 @@ async def update_weights_from_tensor(door: Door, http: Request) -> Response:
     """Take tensors. What is complete is written; the rest waits for further calls."""
     body = await read_control(http, TensorBody)
     selector = choose(door, body.selector, disable_draft_model=body.disable_draft_model)
-    ranks = decode_ranks(body.serialized_named_tensors, num_ranks=door.plan.parallel.tp)
+    ranks = await asyncio.to_thread(
+        decode_ranks, body.serialized_named_tensors, num_ranks=door.plan.parallel.tp
+    )
     message = partial(
         UpdateFromTensors,
         data=ranks[0],
@@ -192,7 +194,7 @@ async def begin_weight_update(door: Door, http: Request) -> Response:
 async def end_weight_update(door: Door, http: Request) -> Response:
     """End the update, or answer 400 where layers are half-complete."""
     await read_control(http, EmptyBody)
-    return await relay(door, EndUpdate)
+    return await relay_update(door, EndUpdate, source="tensor")
 
 
 async def post_process_weights(door: Door, http: Request) -> Response:
