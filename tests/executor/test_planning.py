@@ -23,12 +23,12 @@ def test_a_plan_says_where_everything_goes(
         for seed in (0, 1)
     )
     executor = start(first)
-    model, quant = vars(executor)["_model"], executor.plan.quant
-    planner = Planner(model, quant)
+    model, plan = vars(executor)["_model"], executor.plan
+    planner = Planner(model, plan)
     update = planner.plan(str(second), atomic=atomic)
     assert (update.path, update.atomic, update.source.name) == (str(second), atomic, str(second))
     assert update.seconds > 0
     source = SafetensorsSource(second)
-    assert update.placements == planner.place(source) == place(model, source, quant)
+    assert update.placements == planner.place(source) == place(model, source, plan.quant)
     with pytest.raises(CheckpointError, match="/nowhere"):
         planner.plan("/nowhere", atomic=atomic)
