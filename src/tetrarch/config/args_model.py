@@ -196,7 +196,8 @@ class ModelArgs:
     deterministic: Annotated[
         bool,
         Knob(
-            "Same request, same bits, whatever else runs beside it",
+            "Same request, same bits, whatever else runs beside it; on the CPU, at about half the "
+            "speed",
             also=(
                 Alias("--enable-deterministic-inference"),
                 Alias("SGLANG_ENABLE_DETERMINISTIC_INFERENCE"),

@@ -18,7 +18,7 @@ SHAPES = [
     *((256, 256), (256, 128), (128, 256), (256, 8), (256, 1024)),
     *((48, 80), (80, 48), (272, 1000), (1000, 272), (48, 6), (18, 33), (32, 1)),
 ]
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -90,7 +90,7 @@ def test_the_product_is_right(dtype: torch.dtype, count: int) -> None:
     rows, weight, bias = rows.to(dtype), weight.to(dtype), bias.to(dtype)
     want = rows.double() @ weight.double()
     close = (
-        {"rtol": 2**-7, "atol": 2**-4} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-4}
+        {"rtol": 2**-7, "atol": 2**-4} if dtype != torch.float32 else {"rtol": 1e-5, "atol": 1e-4}
     )
     torch.testing.assert_close(tiled_mm(rows, weight).double(), want, **close)
     got = tiled_mm(rows, weight, bias=bias)

@@ -42,16 +42,24 @@ def tiled_mm(
         (M, N); `out` if given.
     """
     size = ROWS[rows.dtype]
+    if len(rows) < size:  # the case of a decode step
+        found = _filled_up(rows, size, weight, bias=bias)
+        return found if out is None else out.copy_(found)
     if out is None:
         out = rows.new_empty(len(rows), weight.shape[1])
     for tile, target in zip(rows.contiguous().split(size), out.split(size), strict=True):
         if len(tile) == size and tile.data_ptr() % _ALIGNMENT == 0:
             _mm(tile, weight, bias=bias, out=target)
         else:
-            whole = rows.new_zeros(size, rows.shape[1])
-            whole[: len(tile)] = tile
-            target.copy_(_mm(whole, weight, bias=bias)[: len(tile)])
+            target.copy_(_filled_up(tile, size, weight, bias=bias))
     return out
+
+
+def _filled_up(rows: Tensor, size: int, weight: Tensor, *, bias: Tensor | None) -> Tensor:
+    """Multiply at most `size` rows, with zeros below them."""
+    whole = rows.new_zeros(size, rows.shape[1])
+    whole[: len(rows)] = rows
+    return _mm(whole, weight, bias=bias)[: len(rows)]
 
 
 def _mm(tile: Tensor, weight: Tensor, *, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
