@@ -42,6 +42,7 @@ from tetrarch.serve.weights import check_selector
 if TYPE_CHECKING:
     from conftest import Live
 
+Start = Callable[..., Any]
 Tensors = dict[str, Tensor]
 NEEDS_A_GPU = {
     "R11": "constants that a captured graph reads after a reload: there are no graphs on a CPU",
@@ -78,7 +79,7 @@ def new(paths: tuple[Path, Path]) -> Tensors:
 
 
 @pytest.fixture
-def server(live: type[Live], paths: tuple[Path, Path]) -> Live:
+def server(live: Start, paths: tuple[Path, Path]) -> Live:
     return live(paths[0])
 
 
@@ -114,7 +115,7 @@ def test_every_case_is_tested_or_needs_a_gpu() -> None:
 
 
 def test_h1_interleaved_pairs_are_put_in_order_on_every_load(
-    live: type[Live], tiny_checkpoint: Callable[..., Any]
+    live: Start, tiny_checkpoint: Callable[..., Any]
 ) -> None:
     """No flag remembers that it was done: gpt-oss stores gate and up row by row."""
     made = [tiny_checkpoint("gpt_oss", seed=seed).path for seed in (0, 1)]
@@ -127,7 +128,7 @@ def test_h1_interleaved_pairs_are_put_in_order_on_every_load(
 
 
 def test_h2_layers_that_received_nothing_are_not_transformed_again(
-    server: Live, live: type[Live], paths: tuple[Path, Path], new: Tensors
+    server: Live, live: Start, paths: tuple[Path, Path], new: Tensors
 ) -> None:
     old, told = server.store.checksums(), live(paths[1]).store.checksums()
     layer = {name: tensor for name, tensor in new.items() if name.startswith(LAYER)}
@@ -140,7 +141,7 @@ def test_h2_layers_that_received_nothing_are_not_transformed_again(
 
 
 def test_h3_serialized_weights_are_packed_again_where_they_lie(
-    live: type[Live], paths: tuple[Path, Path], quantized: Callable[[Path], Path]
+    live: Start, paths: tuple[Path, Path], quantized: Callable[[Path], Path]
 ) -> None:
     """What the runner made of them, decoded copies too, is replaced with them."""
     first, second = quantized(paths[0]), quantized(paths[1])
@@ -168,7 +169,7 @@ def test_h4_half_a_pair_of_a_failed_update_waits_for_nobody(server: Live, new: T
 
 
 def test_h5_a_draft_is_not_updated_by_itself(
-    server: Live, live: type[Live], paths: tuple[Path, Path]
+    server: Live, live: Start, paths: tuple[Path, Path]
 ) -> None:
     """There is no draft yet: asking for one is refused, and its tensors are named as left out."""
     with pytest.raises(RequestError, match="no draft model is served"):
@@ -325,7 +326,7 @@ def test_r8_the_served_name_survives_and_the_path_follows(
 
 @pytest.mark.parametrize("begins", [True, False])
 def test_r9_with_and_without_a_session_the_same_weights_arrive(
-    server: Live, live: type[Live], paths: tuple[Path, Path], new: Tensors, begins: bool
+    server: Live, live: Start, paths: tuple[Path, Path], new: Tensors, begins: bool
 ) -> None:
     names = sorted(new, key=lambda name: ("up_proj" in name, name))
     half = len(names) // 2
