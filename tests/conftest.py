@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from tetrarch.config.hardware import Arch, Device
+from tetrarch.config.args import LaunchArgs
+from tetrarch.config.checkpoint import read_checkpoint
+from tetrarch.config.hardware import Arch, Device, detect
 from tetrarch.config.plan import (
     ExpertPlan,
     GraphPlan,
@@ -31,7 +33,9 @@ from tetrarch.config.plan import (
     ServePlan,
     TokenBudget,
 )
+from tetrarch.config.resolve import resolve
 from tetrarch.config.support import SUPPORT, Finalize
+from tetrarch.executor.executor import Executor
 from tetrarch.models.describe import describe
 from tetrarch.numerics.contract import (
     Activations,
@@ -117,6 +121,26 @@ def drafted_checkpoint(
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def start_rank() -> Callable[..., Executor]:
+    """Return `start_rank(checkpoint, **settings)`: a small executor of a resolved plan, loaded."""
+    return _start_rank
+
+
+def _start_rank(path: Path, **settings: Any) -> Executor:
+    small = {
+        "quantization": "nvfp4_online",
+        "dtype": "float32",
+        "context_length": 64,
+        "max_running_requests": 4,
+        "max_total_tokens": 512,
+        "page_size": 4,
+        "threads": 1,
+    }
+    args, folder = LaunchArgs(model=str(path), **{**small, **settings}), str(path)
+    return Executor(resolve(args, read_checkpoint(folder), describe(folder), detect("cpu")))
 
 
 @pytest.fixture(scope="session")

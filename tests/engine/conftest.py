@@ -25,12 +25,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from tetrarch.config.args import LaunchArgs
 from tetrarch.config.budget import token_budget, tokens_per_request
-from tetrarch.config.checkpoint import read_checkpoint
-from tetrarch.config.hardware import detect
 from tetrarch.config.plan import GraphPlan, ParallelPlan, Plan, SchedulePlan, SpecPlan
-from tetrarch.config.resolve import resolve
 from tetrarch.engine.engine import Engine
 from tetrarch.engine.loop import EngineLoop
 from tetrarch.engine.messages import ControlReply, Heartbeat, encode
@@ -52,10 +48,10 @@ from tetrarch.executor.step import (
 from tetrarch.executor.updates import WeightsState
 from tetrarch.memory.checksum import combine
 from tetrarch.memory.slots import Region
-from tetrarch.models.describe import describe
 
 VOCAB = 512
 EOS = 2
+PROMPT = tuple(range(20, 33))
 NAN = 511  # a prompt that holds this token has logits that are not finite
 
 
@@ -378,6 +374,12 @@ class Desk:
         self._num_asked = 0
         self.loop = EngineLoop(engine, self, self.said.extend)
 
+    @staticmethod
+    def request(rid: str, tokens: int = 12) -> GenerateRequest:
+        """Always the same prompt."""
+        sampling = SamplingParams(max_new_tokens=tokens, temperature=0.0)
+        return GenerateRequest(rid=rid, prompt_ids=PROMPT, sampling=sampling)
+
     def take(self, timeout: float | None) -> list[bytes]:
         inbox, self._inbox = self._inbox, []
         if not inbox and timeout is None:
@@ -444,26 +446,6 @@ def make_desk() -> Callable[[Engine], Desk]:
     return Desk
 
 
-def start(path: Path) -> Executor:
-    args = LaunchArgs(
-        model=str(path),
-        quantization="nvfp4_online",
-        dtype="float32",
-        context_length=64,
-        max_running_requests=4,
-        max_total_tokens=512,
-        page_size=4,
-        threads=1,
-    )
-    folder = str(path)
-    return Executor(resolve(args, read_checkpoint(folder), describe(folder), detect("cpu")))
-
-
-@pytest.fixture(scope="session")
-def start_rank() -> Callable[[Path], Executor]:
-    return start
-
-
 class Watched:
     """An executor that notes what it ran: the phase, and the weights before and after."""
 
@@ -507,14 +489,19 @@ def new_tensors(checkpoints: tuple[Path, Path, Path]) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def checksums(checkpoints: tuple[Path, Path, Path]) -> tuple[str, str]:
+def checksums(
+    checkpoints: tuple[Path, Path, Path], start_rank: Callable[..., Executor]
+) -> tuple[str, str]:
     """Of A and of B, freshly loaded."""
-    return Watched(start(checkpoints[0])).checksum(), Watched(start(checkpoints[1])).checksum()
+    first, second = (Watched(start_rank(path)).checksum() for path in checkpoints[:2])
+    return first, second
 
 
 @pytest.fixture(scope="module")
-def shared_rank(checkpoints: tuple[Path, Path, Path]) -> Executor:
-    return start(checkpoints[0])
+def shared_rank(
+    checkpoints: tuple[Path, Path, Path], start_rank: Callable[..., Executor]
+) -> Executor:
+    return start_rank(checkpoints[0])
 
 
 @pytest.fixture

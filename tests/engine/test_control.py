@@ -23,7 +23,7 @@ from tetrarch.engine.actions import (
     UpdateFromTensors,
 )
 from tetrarch.engine.messages import ControlReply, Flush, Heartbeat, encode
-from tetrarch.engine.request import Delta, GenerateRequest, SamplingParams
+from tetrarch.engine.request import Delta
 from tetrarch.executor.updates import WeightsState
 from tetrarch.memory.slots import Region
 
@@ -31,17 +31,8 @@ Make = Callable[..., Any]
 PROMPT = tuple(range(20, 33))
 
 
-def request(rid: str, tokens: int = 12, **fields: Any) -> GenerateRequest:
-    sampling = SamplingParams(max_new_tokens=tokens, temperature=0.0)
-    return GenerateRequest(rid=rid, prompt_ids=PROMPT, sampling=sampling, **fields)
-
-
-def expected(bench: Any, rid: str = "a", tokens: int = 12) -> tuple[int, ...]:
-    return bench.expected(request(rid, tokens))
-
-
 def test_a_pause_that_aborts_ends_everything_before_it_is_answered(desk: Any, bench: Any) -> None:
-    desk.send(request("a"), request("b"))
+    desk.send(desk.request("a"), desk.request("b"))
     desk.turn(2)
     steps = len(bench.executor.steps)
     reply = desk.ask(Pause)
@@ -55,34 +46,34 @@ def test_a_pause_that_aborts_ends_everything_before_it_is_answered(desk: Any, be
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_paused_requests_go_on_where_they_were(desk: Any, bench: Any, mode: str) -> None:
-    desk.send(request("a"))
+    desk.send(desk.request("a"))
     desk.turn(4)
     told, steps = desk.tokens("a"), len(bench.executor.steps)
     assert 0 < len(told) < 12
     for _ in range(2):  # idempotent
         reply = desk.ask(Pause, mode=mode)
         assert (reply.ok, reply.payload["num_paused_requests"]) == (True, 1)
-    desk.send(request("b"))
+    desk.send(desk.request("b"))
     assert (desk.tokens("a"), len(bench.executor.steps)) == (told, steps)
     assert desk.engine.heartbeat().num_paused == 2
     assert desk.beat.num_running == (0 if mode == "retract" else 1)
     for _ in range(2):
         assert desk.ask(Continue).ok
     desk.run()
-    assert desk.tokens("a") == desk.tokens("b") == expected(bench)
+    assert desk.tokens("a") == desk.tokens("b") == bench.expected(desk.request("a"))
     assert desk.deltas("a")[-1].num_retractions == (1 if mode == "retract" else 0)
     bench.check_pages()
 
 
 def test_continue_without_a_pause_changes_nothing(desk: Any, bench: Any) -> None:
-    desk.send(request("a"))
+    desk.send(desk.request("a"))
     assert desk.ask(Continue).ok
     desk.run()
-    assert desk.tokens("a") == expected(bench)
+    assert desk.tokens("a") == bench.expected(desk.request("a"))
 
 
 def test_a_later_pause_may_be_stricter(desk: Any) -> None:
-    desk.send(request("a"))
+    desk.send(desk.request("a"))
     desk.turn(3)
     desk.ask(Pause, mode="in_place")
     desk.ask(Pause, mode="retract")
@@ -92,7 +83,7 @@ def test_a_later_pause_may_be_stricter(desk: Any) -> None:
 
 
 def test_a_flush_fails_while_requests_are_parked_and_works_while_they_wait(desk: Any) -> None:
-    desk.send(request("a"))
+    desk.send(desk.request("a"))
     desk.turn(3)
     desk.ask(Pause, mode="in_place")
     reply = desk.ask(Flush)
@@ -105,14 +96,14 @@ def test_a_flush_fails_while_requests_are_parked_and_works_while_they_wait(desk:
 
 
 def test_an_idle_paused_engine_waits_for_messages_and_does_not_spin(desk: Any) -> None:
-    desk.send(request("a"))
+    desk.send(desk.request("a"))
     desk.ask(Pause, mode="retract")
     with pytest.raises(AssertionError, match="would wait for ever"):
         desk.turn()
 
 
 def test_a_version_is_told_before_the_answer(desk: Any) -> None:
-    desk.send(request("a"))
+    desk.send(desk.request("a"))
     desk.turn(3)
     reply = desk.ask(SetVersion, version="7", abort_all_requests=False)
     assert reply.payload == {"new_version": "7"}
@@ -130,7 +121,7 @@ def test_a_version_is_told_before_the_answer(desk: Any) -> None:
 
 
 def test_a_new_version_aborts_unless_told_otherwise(desk: Any) -> None:
-    desk.send(request("a"))
+    desk.send(desk.request("a"))
     assert desk.ask(SetVersion, version="8").ok
     assert desk.finish("a").kind == "abort"
 
@@ -148,11 +139,11 @@ def test_generation_is_refused_by_name_while_it_is_impossible(
     desk: Any, bench: Any, code: str
 ) -> None:
     """Who waits since before goes on waiting; nobody steps."""
-    desk.send(request("a"))
+    desk.send(desk.request("a"))
     desk.turn(2)
     STATES[code](bench.executor)
     steps = len(bench.executor.steps)
-    desk.send(request("b"))
+    desk.send(desk.request("b"))
     finish = desk.finish("b")
     assert (finish.kind, finish.status, finish.code) == ("abort", 503, code)
     assert desk.finish("a") is None
@@ -160,19 +151,19 @@ def test_generation_is_refused_by_name_while_it_is_impossible(
     bench.executor.released.clear()
     bench.executor.weights.state = WeightsState.READY
     desk.run()
-    assert desk.tokens("a") == expected(bench)
+    assert desk.tokens("a") == bench.expected(desk.request("a"))
 
 
 def test_released_graphs_alone_stop_nobody(desk: Any, bench: Any) -> None:
     desk.ask(Release, tags=("cuda_graph",))
-    desk.send(request("a"))
+    desk.send(desk.request("a"))
     desk.run()
-    assert desk.tokens("a") == expected(bench)
+    assert desk.tokens("a") == bench.expected(desk.request("a"))
 
 
 @pytest.mark.parametrize("wait", [float("nan"), float("inf"), -1.0])
 def test_a_wait_that_is_no_time_is_none(desk: Any, wait: float) -> None:
-    desk.send(request("a"))
+    desk.send(desk.request("a"))
     desk.ask(Pause, mode="in_place")
     assert desk.ask(Release, wait_s=wait).code == "busy"
     assert desk.ask(Flush, timeout=wait).code == "busy"
@@ -192,9 +183,9 @@ def test_a_defect_is_answered_with_500_and_the_engine_goes_on(
         reply = desk.ask(kind, **fields)
         assert (reply.ok, reply.status, reply.code) == (False, 500, "internal_error")
         assert "Traceback" in caplog.text
-    desk.send(request("a"))
+    desk.send(desk.request("a"))
     desk.run()
-    assert desk.tokens("a") == expected(bench)
+    assert desk.tokens("a") == bench.expected(desk.request("a"))
 
 
 def test_what_is_out_of_place_is_refused(desk: Any) -> None:

@@ -15,20 +15,10 @@ from tetrarch.engine.actions import (
     Release,
     Resume,
 )
-from tetrarch.engine.request import GenerateRequest, SamplingParams
 from tetrarch.memory.slots import Region
 
 Make = Callable[..., Any]
 PROMPT = tuple(range(20, 33))
-
-
-def request(rid: str, tokens: int = 12, **fields: Any) -> GenerateRequest:
-    sampling = SamplingParams(max_new_tokens=tokens, temperature=0.0)
-    return GenerateRequest(rid=rid, prompt_ids=PROMPT, sampling=sampling, **fields)
-
-
-def expected(bench: Any, rid: str = "a", tokens: int = 12) -> tuple[int, ...]:
-    return bench.expected(request(rid, tokens))
 
 
 def test_memory_comes_and_goes_as_often_as_a_client_likes(desk: Any) -> None:
@@ -62,16 +52,16 @@ def test_any_order_of_releases_and_resumes_is_answered(desk: Any, order: tuple[s
 
 
 def test_memory_in_use_is_not_released(desk: Any, bench: Any) -> None:
-    desk.send(request("a"))
+    desk.send(desk.request("a"))
     reply = desk.ask(Release)
     assert (reply.ok, reply.status, reply.code) == (False, 400, "busy")
     desk.run()
-    assert desk.tokens("a") == expected(bench)
+    assert desk.tokens("a") == bench.expected(desk.request("a"))
     assert desk.ask(Release).ok
 
 
 def test_a_release_may_wait_until_requests_have_ended(desk: Any) -> None:
-    desk.send(request("a"))
+    desk.send(desk.request("a"))
     ticket = desk.post(Release, wait_s=60.0)
     assert desk.reply(ticket) is None
     desk.run()
@@ -82,14 +72,14 @@ def test_a_release_may_wait_until_requests_have_ended(desk: Any) -> None:
 
 
 def test_a_release_waits_no_longer_than_it_was_told(desk: Any) -> None:
-    desk.send(request("a"))
+    desk.send(desk.request("a"))
     desk.ask(Pause, mode="in_place")
     reply = desk.ask(Release, wait_s=0.02)
     assert (reply.status, reply.code) == (400, "busy")
 
 
 def test_waiting_requests_of_a_paused_engine_are_not_in_the_way(desk: Any, bench: Any) -> None:
-    desk.send(request("a"))
+    desk.send(desk.request("a"))
     desk.turn(3)
     desk.ask(Pause, mode="retract")
     assert desk.ask(Release, tags=("kv_cache",)).ok
@@ -98,4 +88,4 @@ def test_waiting_requests_of_a_paused_engine_are_not_in_the_way(desk: Any, bench
     assert desk.finish("a") is None
     desk.ask(Resume, tags=("kv_cache",))
     desk.run()
-    assert desk.tokens("a") == expected(bench)
+    assert desk.tokens("a") == bench.expected(desk.request("a"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,17 +16,12 @@ from torch import Tensor
 
 from tetrarch.attention.pool import KVPool
 from tetrarch.attention.types import AttentionInputs, AttentionSite
-from tetrarch.config.args import LaunchArgs
-from tetrarch.config.checkpoint import read_checkpoint
-from tetrarch.config.hardware import detect
 from tetrarch.config.plan import Plan, TokenBudget
-from tetrarch.config.resolve import resolve
 from tetrarch.executor.executor import Executor
 from tetrarch.executor.step import Phase, SampleSpec, SeqChunk, Step
 from tetrarch.executor.weights import WeightStore
 from tetrarch.memory.slots import SlotTable
 from tetrarch.models.build import Forward
-from tetrarch.models.describe import describe
 
 # Eight pages to a chunk, 64 in all: a few dozen tokens meet every border.
 SMALL: dict[str, dict[str, Any]] = {
@@ -144,23 +140,9 @@ def make_plan(make_plan: Callable[..., Plan], demo_path: Path) -> Callable[..., 
 
 
 @pytest.fixture(scope="session")
-def start() -> Callable[..., Executor]:
-    """Return `start(checkpoint, **settings)`: an executor of a resolved plan, small."""
-
-    def make(path: Path, **settings: Any) -> Executor:
-        args = LaunchArgs(
-            model=str(path),
-            context_length=64,
-            max_running_requests=4,
-            max_total_tokens=256,
-            page_size=8,
-            threads=1,
-            **{"quantization": "nvfp4_online", "dtype": "float32", **settings},
-        )
-        folder = str(path)
-        return Executor(resolve(args, read_checkpoint(folder), describe(folder), detect("cpu")))
-
-    return make
+def start(start_rank: Callable[..., Executor]) -> Callable[..., Executor]:
+    """Return `start(checkpoint, **settings)`: a small executor, of larger pages."""
+    return partial(start_rank, page_size=8, max_total_tokens=256)
 
 
 @pytest.fixture(scope="session")

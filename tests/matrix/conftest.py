@@ -16,8 +16,8 @@ import pytest
 from torch import Tensor
 
 from tetrarch.config.args import LaunchArgs
-from tetrarch.config.checkpoint import Checkpoint, read_checkpoint
-from tetrarch.config.hardware import Arch, Device, detect
+from tetrarch.config.checkpoint import Checkpoint
+from tetrarch.config.hardware import Arch, Device
 from tetrarch.config.headers import WeightScan
 from tetrarch.config.plan import ModelFacts, Plan
 from tetrarch.config.resolve import resolve
@@ -29,7 +29,6 @@ from tetrarch.engine.messages import ControlReply, encode
 from tetrarch.engine.request import Delta, GenerateRequest, SamplingParams
 from tetrarch.executor.executor import Executor
 from tetrarch.executor.weights import WeightStore
-from tetrarch.models.describe import describe
 from tetrarch.numerics.contract import SourceFormat
 
 FAKES = (Arch.SM80, Arch.SM90, Arch.SM100, Arch.SM103, Arch.SM120, Arch.CPU)
@@ -107,22 +106,9 @@ def _device(arch: Arch) -> Device:
 class Live:
     """A small engine over a real model, driven turn by turn as its process drives it."""
 
-    def __init__(self, path: Path, **settings: Any) -> None:
-        chosen = {"quantization": "nvfp4_online", "dtype": "float32", **settings}
-        args = LaunchArgs(
-            model=str(path),
-            context_length=128,
-            max_running_requests=4,
-            max_total_tokens=512,
-            page_size=4,
-            chunked_prefill_size=16,
-            threads=1,
-            **chosen,
-        )
-        folder = str(path)
-        plan = resolve(args, read_checkpoint(folder), describe(folder), detect("cpu"))
-        self.plan, self.rank = plan, Executor(plan)
-        self.engine = Engine(plan, self.rank)
+    def __init__(self, rank: Executor) -> None:
+        self.plan, self.rank = rank.plan, rank
+        self.engine = Engine(rank.plan, rank)
         self.said: list[Any] = []
         self._inbox: list[bytes] = []
         self._count = 0
@@ -190,9 +176,14 @@ class Live:
 
 
 @pytest.fixture(scope="session")
-def live() -> type[Live]:
+def live(start_rank: Callable[..., Executor]) -> Callable[..., Live]:
     """Return a starter of engines: `live(checkpoint, **settings)`."""
-    return Live
+
+    def start(path: Path, **settings: Any) -> Live:
+        sizes = {"context_length": 128, "chunked_prefill_size": 16}
+        return Live(start_rank(path, **sizes, **settings))
+
+    return start
 
 
 @pytest.fixture

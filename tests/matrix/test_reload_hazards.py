@@ -44,6 +44,7 @@ from tetrarch.serve.weights import choose
 if TYPE_CHECKING:
     from conftest import Live
 
+Start = Callable[..., Any]
 Tensors = dict[str, Tensor]
 NEEDS_A_GPU = {
     "R11": "constants that a captured graph reads after a reload: there are no graphs on a CPU",
@@ -81,7 +82,7 @@ def new(paths: tuple[Path, Path]) -> Tensors:
 
 
 @pytest.fixture
-def server(live: type[Live], paths: tuple[Path, Path]) -> Live:
+def server(live: Start, paths: tuple[Path, Path]) -> Live:
     return live(paths[0])
 
 
@@ -117,7 +118,7 @@ def test_every_case_is_tested_or_needs_a_gpu() -> None:
 
 
 def test_h1_interleaved_pairs_are_put_in_order_on_every_load(
-    live: type[Live], tiny_checkpoint: Callable[..., Any]
+    live: Start, tiny_checkpoint: Callable[..., Any]
 ) -> None:
     """No flag remembers that it was done: gpt-oss stores gate and up row by row."""
     made = [tiny_checkpoint("gpt_oss", seed=seed).path for seed in (0, 1)]
@@ -130,7 +131,7 @@ def test_h1_interleaved_pairs_are_put_in_order_on_every_load(
 
 
 def test_h2_layers_that_received_nothing_are_not_transformed_again(
-    server: Live, live: type[Live], paths: tuple[Path, Path], new: Tensors
+    server: Live, live: Start, paths: tuple[Path, Path], new: Tensors
 ) -> None:
     old, told = server.store.checksums(), live(paths[1]).store.checksums()
     layer = {name: tensor for name, tensor in new.items() if name.startswith(LAYER)}
@@ -143,7 +144,7 @@ def test_h2_layers_that_received_nothing_are_not_transformed_again(
 
 
 def test_h3_serialized_weights_are_packed_again_where_they_lie(
-    live: type[Live], paths: tuple[Path, Path], quantized: Callable[[Path], Path]
+    live: Start, paths: tuple[Path, Path], quantized: Callable[[Path], Path]
 ) -> None:
     """What the runner made of them, decoded copies too, is replaced with them."""
     first, second = quantized(paths[0]), quantized(paths[1])
@@ -178,7 +179,7 @@ def drafted(paths: tuple[Path, Path], tiny: Any) -> tuple[Path, Path]:
     return paths
 
 
-def test_h5_target_and_draft_are_replaced_as_one(live: type[Live], drafted: Any) -> None:
+def test_h5_target_and_draft_are_replaced_as_one(live: Start, drafted: Any) -> None:
     told = [live(path, **MTP).store.checksums() for path in drafted]
     server = live(drafted[0], **MTP)
     says, places = server.say(), server.addresses()
@@ -196,7 +197,7 @@ def test_h5_target_and_draft_are_replaced_as_one(live: type[Live], drafted: Any)
 
 @pytest.mark.parametrize("name", ["mtp.fc.weight", f"{DRAFT}.2.down_proj.weight"])
 def test_h5_a_checkpoint_without_a_draft_tensor_changes_neither(
-    live: type[Live], drafted: Any, name: str
+    live: Start, drafted: Any, name: str
 ) -> None:
     server = live(drafted[0], **MTP)
     damage(drafted[1], lambda tensors: tensors.pop(name))
@@ -204,7 +205,7 @@ def test_h5_a_checkpoint_without_a_draft_tensor_changes_neither(
 
 
 def test_h5_a_failure_while_the_draft_is_written_restores_both(
-    live: type[Live], drafted: Any, monkeypatch: pytest.MonkeyPatch
+    live: Start, drafted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = live(drafted[0], **MTP)
     kept: list[int] = []
@@ -223,7 +224,7 @@ def test_h5_a_failure_while_the_draft_is_written_restores_both(
 
 @pytest.mark.parametrize("selector", ["draft", "target", "all"])
 def test_h5_tensors_reach_the_model_that_is_selected(
-    live: type[Live], drafted: Any, selector: str
+    live: Start, drafted: Any, selector: str
 ) -> None:
     server, told = live(drafted[0], **MTP), live(drafted[1], **MTP).store.checksums()
     before, tensors = server.store.checksums(), load_file(drafted[1] / FILE)
@@ -383,7 +384,7 @@ def test_r8_the_served_name_survives_and_the_path_follows(
 
 @pytest.mark.parametrize("begins", [True, False])
 def test_r9_with_and_without_a_session_the_same_weights_arrive(
-    server: Live, live: type[Live], paths: tuple[Path, Path], new: Tensors, begins: bool
+    server: Live, live: Start, paths: tuple[Path, Path], new: Tensors, begins: bool
 ) -> None:
     names = sorted(new, key=lambda name: ("up_proj" in name, name))
     half = len(names) // 2

@@ -96,6 +96,12 @@ def test_formats_that_we_do_not_load_are_refused_by_name(parts: Parts, words: st
     assert words in found[1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int32])
+def test_a_plain_weight_of_a_type_that_no_weight_has_is_told_so(dtype: torch.dtype) -> None:
+    found = look({"weight": ((64, 4), dtype)}, name="norm.weight")
+    assert found == (Fault.WRONG_TYPE, f"norm.weight: stored as {dtype}")
+
+
 @pytest.mark.parametrize("suffix", ["blocks", "scales"])
 def test_stacked_mxfp4_is_refused_by_name(suffix: str) -> None:
     found = look({"weight": ((8, 64, 2, 16), U8)}, name=f"experts.gate_up_proj_{suffix}")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -91,6 +91,19 @@ def test_a_refusal_names_the_key(body: bytes, kind: type, key: str) -> None:
         read(body, kind)
     assert caught.value.param == key
     assert key in str(caught.value)
+
+
+def test_a_value_that_is_none_of_a_few_is_told_those() -> None:
+    class Choosy(msgspec.Struct):
+        mode: Literal["fast", "slow"] | None = None
+
+    for body, query in ((b'{"mode": "medium"}', b""), (b"", b"mode=medium")):
+        with pytest.raises(RequestError) as caught:
+            asyncio.run(read_control(post(body, query=query), Choosy))
+        error = caught.value
+        assert (error.what, error.param) == ("mode is none of its values", "mode")
+        assert "'medium'" in error.why
+        assert error.fix == 'send "fast" or "slow"'
 
 
 @pytest.mark.parametrize("type_", ["", "text/plain", "application/x-www-form-urlencoded"])

@@ -89,12 +89,14 @@ def test_an_engine_that_runs_nothing_lives_and_says_why(server: ScriptedServer, 
         assert (reply.status_code, reply.headers["retry-after"]) == (503, "5")
         assert reply.json()["error"]["type"] == code
     assert len(server.engine.requests) == count  # no probe waits in its queue
-    assert server.http.get("/v1/loads").json()["loads"][0]["num_paused_reqs"] == 2
+    [entry] = server.http.get("/v1/loads").json()["loads"]
+    assert (entry["num_paused_reqs"], entry["state"]) == (2, code)
     assert (
         'sglang:num_paused_reqs{model_name="tetrarch-demo"} 2.0' in server.http.get("/metrics").text
     )
-    server.told(state="ready", is_paused=False, num_paused=0)
+    server.told(state="ready", is_paused=False, is_updating=False, num_paused=0)
     assert statuses(server) == {200}
+    assert server.http.get("/v1/loads").json()["loads"][0]["state"] == "ready"
 
 
 def test_load_counts_what_was_sent_a_moment_ago(server: ScriptedServer) -> None:

@@ -22,6 +22,7 @@ class Fault(StrEnum):
     HALF_COMPLETE = "half-complete"
     NOT_SENT = "not sent"
     REFUSED = "refused"
+    WRONG_TYPE = "of a wrong type"
     TWICE = "given twice"
 
 
@@ -33,6 +34,7 @@ _FIX = {
     Fault.HALF_COMPLETE: "send the tensors that are missing, and end the update after them",
     Fault.NOT_SENT: "send every tensor of the model: what it holds now is good for nothing",
     Fault.REFUSED: "convert the experts to BF16, FP8 (E4M3, per tensor or 128x128) or NVFP4",
+    Fault.WRONG_TYPE: "store plain weights as BF16, FP16 or FP32",
     Fault.TWICE: "keep one of the two",
 }
 

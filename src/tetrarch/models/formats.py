@@ -90,7 +90,7 @@ def recognise(
     if payload is None:
         return Fault.HALF_PAIRED, f"{name}: {_and(headers)} without the weight"
     if (refused := _refusal(name, payload, headers)) is not None:
-        return Fault.REFUSED, refused
+        return refused
     form = _format(payload, headers)
     scales = _SCALES.get(form, ())
     if absent := [part for part in scales if part not in headers]:
@@ -113,22 +113,27 @@ def _and(words: Mapping[str, object] | list[str]) -> str:
     return " and ".join(words)
 
 
-def _refusal(name: str, payload: TensorHeader, headers: Mapping[str, TensorHeader]) -> str | None:
-    """Name a format we know and do not load."""
+def _refusal(
+    name: str, payload: TensorHeader, headers: Mapping[str, TensorHeader]
+) -> tuple[Fault, str] | None:
+    """Name a format we know and do not load, or a type in which no weight is stored."""
     if name.endswith(".pre_quant_scale"):
-        return f"{name}: AWQ, whose inputs are scaled per channel"
+        return Fault.REFUSED, f"{name}: AWQ, whose inputs are scaled per channel"
     if name.endswith(("_blocks", "_scales")) and payload.dtype == torch.uint8:
-        return f"{name}: MXFP4"
+        return Fault.REFUSED, f"{name}: MXFP4"
     scale = headers.get("weight_scale") or headers.get("weight_scale_inv")
     if scale is not None and _is_micro(scale, payload):
-        return f"{name}: {'MXFP4' if payload.dtype == torch.uint8 else 'MXFP8'} (E8M0 scales)"
+        form = "MXFP4" if payload.dtype == torch.uint8 else "MXFP8"
+        return Fault.REFUSED, f"{name}: {form} (E8M0 scales)"
     if payload.dtype == torch.float8_e4m3fn and "weight_scale" in headers:
         shape = headers["weight_scale"].shape
         if torch.Size(shape).numel() != 1:
-            return f"{name}: FP8 with scales of shape {shape}, neither per tensor nor 128x128"
+            words = f"FP8 with scales of shape {shape}, neither per tensor nor 128x128"
+            return Fault.REFUSED, f"{name}: {words}"
     if payload.dtype in (*_PLAIN, torch.uint8, torch.float8_e4m3fn):
         return None
-    return f"{name}: stored as {payload.dtype}"
+    is_plain = payload.dtype.itemsize > 1 and "weight" in headers  # no codes of some quantization
+    return Fault.WRONG_TYPE if is_plain else Fault.REFUSED, f"{name}: stored as {payload.dtype}"
 
 
 def _is_micro(scale: TensorHeader, payload: TensorHeader) -> bool:

@@ -176,7 +176,7 @@ class _Survey:
                 self.drop(Unused(kind.value), tensor)
             return
         weight = recognise(name, parts)
-        if isinstance(weight, tuple) and weight[0] is Fault.REFUSED:
+        if isinstance(weight, tuple) and weight[0] in (Fault.REFUSED, Fault.WRONG_TYPE):
             self._faults.add(*weight)
             self._claim_refused(name)
             return

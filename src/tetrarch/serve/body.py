@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tetrarch.core.errors import RequestError
+from tetrarch.serve.choices import choices_at
 from tetrarch.serve.fields import refuse_later
 
 __all__ = ["json_response", "read_body", "read_control"]
@@ -122,12 +123,12 @@ def _convert(value: Any, kind: type[T], *, strict: bool = True) -> T:
     except msgspec.ValidationError as error:
         key = _KEY.search(str(error))
         name = None if key is None else key[1] or key[2]
-        raise RequestError(
-            f"{name or 'the body'} is missing or of the wrong type",
-            why=str(error),
-            fix="see docs/reference/http.md for the type of every field",
-            param=name,
-        ) from error
+        if choices := choices_at(kind, str(error)):
+            what, fix = f"{name} is none of its values", f"send {choices}"
+        else:
+            what = f"{name or 'the body'} is missing or of the wrong type"
+            fix = "see docs/reference/http.md for the type of every field"
+        raise RequestError(what, why=str(error), fix=fix, param=name) from error
 
 
 def json_response(value: Any, *, status: int = 200) -> Response:

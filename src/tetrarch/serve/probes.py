@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tetrarch.core.errors import TetrarchError
+from tetrarch.engine.messages import Heartbeat
 from tetrarch.engine.request import GenerateRequest, SamplingParams
 from tetrarch.serve.body import json_response
 from tetrarch.serve.door import Door, new_rid
@@ -69,15 +70,20 @@ async def _probe(door: Door, http: Request) -> None:
 
 def _idle(door: Door, http: Request) -> Response | None:
     """Return why an engine that lives runs nothing, if so."""
-    load = door.client.load
-    code = "paused" if load.is_paused else "updating" if load.is_updating else "ready"
-    code = code if load.state == "ready" else load.state
+    code = _state(door.client.load)
     if not door.client.is_alive or code == "ready":
         return None
     failure = Failure(
         status=503, message=f"nothing runs: {code}", kind=code, headers=busy_headers(503)
     )
     return failure_response(failure, path=http.url.path)
+
+
+def _state(load: Heartbeat) -> str:
+    """Return `ready`, or why requests wait or are refused."""
+    if load.state != "ready":
+        return load.state
+    return "paused" if load.is_paused else "updating" if load.is_updating else "ready"
 
 
 def _status(*, is_healthy: bool) -> Response:
@@ -101,6 +107,7 @@ async def loads(door: Door, _: Request) -> Response:
         "num_waiting_reqs": num_waiting,
         "num_total_reqs": load.num_running + num_waiting,
         "num_paused_reqs": load.num_paused,
+        "state": _state(load),
         "num_used_tokens": load.num_used_tokens,
         "num_cached_tokens": load.num_cached_tokens,
         "max_total_num_tokens": load.max_total_tokens,
