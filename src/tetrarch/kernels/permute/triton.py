@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows each block of a grouped GEMM takes, and the sum over a token's experts, in Triton.
+
+A *slot* is one (token, expert) pair: token * K + its rank among the token's K experts. Rows stay
+in slot order; what is sorted is a list of slots, padded for each expert to whole blocks. Nothing
+here waits for the host: lists have room for the worst case, their length is on the device.
+"""
+# Triton is an optional dependency without usable types: what `@triton.jit` touches is untyped.
+# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportOptionalSubscript=false, reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false
+# Kernels take what they touch as untyped arguments, and compile-time constants in capitals.
+# ruff: noqa: ANN001, ANN202, N803, PLR0913
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tetrarch.core.units import ceil_div
+
+__all__ = ["Alignment", "align", "finalize"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alignment:
+    """Which slots form which block of a grouped GEMM, for the S slots of one step.
+
+    Lists must have room for `grouped_gemm.tiles.max_blocks` blocks; what lies behind the blocks in
+    use is undefined.
+    """
+
+    sorted_slots: Tensor  # (blocks * block_tokens,) int32, by expert, then slot; S is padding
+    expert: Tensor  # (blocks,) int32, local id of each block's expert
+    num_blocks: Tensor  # (1,) int32, blocks in use
+    owned: Tensor  # (S,) bool, whether the slot's expert is on this rank
+
+
+@triton.jit(do_not_specialize=["num_slots", "first_expert"])
+def _align_expert(
+    topk_ids,
+    sorted_slots,
+    experts,
+    num_blocks,
+    owned,
+    num_slots,
+    first_expert,
+    NUM_EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """List one expert's slots. Every program counts all experts, so that none waits for another."""
+    expert = tl.program_id(0)
+    lane = tl.arange(0, CHUNK)
+    counts = tl.zeros((BINS,), tl.int32)
+    for start in range(0, num_slots, CHUNK):
+        inside = start + lane < num_slots
+        local = tl.load(topk_ids + start + lane, mask=inside, other=-1).to(tl.int32) - first_expert
+        mine = inside & (local >= 0) & (local < NUM_EXPERTS)
+        counts += tl.histogram(tl.where(mine, local, 0), BINS, mask=mine)
+        writes = inside & (start // CHUNK % NUM_EXPERTS == expert)  # each program a share
+        tl.store(owned + start + lane, mine.to(tl.uint8), mask=writes)
+    bins = tl.arange(0, BINS)
+    blocks = (counts + TOKENS - 1) // TOKENS
+    first_block = tl.sum(tl.where(bins < expert, blocks, 0), axis=0)
+    count = tl.sum(tl.where(bins == expert, counts, 0), axis=0)
+    end_block = first_block + (count + TOKENS - 1) // TOKENS
+    if expert == NUM_EXPERTS - 1:
+        tl.store(num_blocks, end_block)
+    if count > 0:
+        for block in range(first_block, end_block, TOKENS):
+            at = block + tl.arange(0, TOKENS)
+            tl.store(experts + at, tl.zeros_like(at) + expert, mask=at < end_block)
+        row = first_block * TOKENS
+        for start in range(0, num_slots, CHUNK):
+            inside = start + lane < num_slots
+            ids = tl.load(topk_ids + start + lane, mask=inside, other=-1).to(tl.int32)
+            match = inside & (ids - first_expert == expert)
+            rank = tl.cumsum(match.to(tl.int32), axis=0)
+            tl.store(sorted_slots + row + rank - 1, start + lane, mask=match)
+            row += tl.sum(match.to(tl.int32), axis=0)
+        padding = row + tl.arange(0, TOKENS)
+        tl.store(
+            sorted_slots + padding,
+            tl.zeros_like(padding) + num_slots,
+            mask=padding < end_block * TOKENS,
+        )
+
+
+def align(
+    topk_ids: Tensor, *, first_expert: int, num_experts: int, block_tokens: int, out: Alignment
+) -> None:
+    """Sort slots by expert, each expert's padded to whole blocks; equal experts keep slot order.
+
+    Args:
+        topk_ids: (M, K) integer, global expert ids, contiguous. Ids outside
+            `first_expert .. first_expert + num_experts - 1` get no row.
+        first_expert: Global id of this rank's first expert.
+        num_experts: Experts of this rank.
+        block_tokens: Rows of a block, a power of two.
+        out: Overwritten.
+    """
+    num_slots = topk_ids.numel()
+    chunk = 256 if num_slots <= 256 else 2048 if num_slots <= 8192 else 8192
+    _align_expert[(num_experts,)](
+        topk_ids,
+        out.sorted_slots,
+        out.expert,
+        out.num_blocks,
+        out.owned.view(torch.uint8),
+        num_slots,
+        first_expert,
+        NUM_EXPERTS=num_experts,
+        BINS=triton.next_power_of_2(num_experts),
+        TOKENS=block_tokens,
+        CHUNK=chunk,
+        num_warps=4 if chunk < 8192 else 8,
+    )
+
+
+@triton.jit
+def _finalize_rows(
+    rows,
+    topk_weights,
+    owned,
+    out,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Add up one token's rows over `TILE` columns."""
+    slot = tl.program_id(0).to(tl.int64) * TOP_K
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < HIDDEN
+    total = tl.zeros((TILE,), tl.float32)
+    for k in tl.static_range(TOP_K):
+        keep = tl.load(owned + slot + k) != 0
+        weight = tl.load(topk_weights + slot + k, mask=keep, other=0.0)
+        row = tl.load(rows + (slot + k) * HIDDEN + column, mask=inside & keep, other=0.0)
+        term = row.to(out.dtype.element_ty).to(tl.float32) * weight
+        total = term if k == 0 else total + term
+    out += tl.program_id(0).to(tl.int64) * HIDDEN
+    tl.store(out + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def finalize(rows: Tensor, *, topk_weights: Tensor, owned: Tensor, out: Tensor) -> None:
+    """Add up each token's rows: ascending slots, FP32, one rounding an operation, no atomics.
+
+    Args:
+        rows: (S, H) in slot order, without routing weights; bf16, fp16 or fp32, contiguous. Wider
+            than `out`, they are rounded to its dtype first, as if they had been stored so.
+        topk_weights: (M, K) fp32, M * K = S.
+        owned: (S,) bool; other rows are not read and add nothing.
+        out: (M, H) bf16, fp16 or fp32, overwritten; +0 where a token owns no row.
+
+    Source: `kernels.permute.reference.finalize`, bit for bit.
+    """
+    num_tokens, hidden = out.shape
+    if num_tokens == 0:
+        return
+    tile = 256 if num_tokens * ceil_div(hidden, 1024) < 264 else 1024
+    tile = min(tile, triton.next_power_of_2(hidden))
+    _finalize_rows[num_tokens, ceil_div(hidden, tile)](
+        rows,
+        topk_weights,
+        owned.view(torch.uint8),
+        out,
+        HIDDEN=hidden,
+        TOP_K=topk_weights.shape[1],
+        TILE=tile,
+        num_warps=max(1, tile // 256),
+        enable_fp_fusion=False,
+    )
