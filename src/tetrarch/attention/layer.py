@@ -15,17 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from tetrarch.attention.backends import REFERENCE, AttentionBackend
 from tetrarch.attention.pool import KVPool
 from tetrarch.attention.types import AttentionInputs, AttentionSite
 from tetrarch.core.errors import UnknownAttentionArgument
-from tetrarch.kernels.attention.reference import (
-    PagedBatch,
-    ScoreRule,
-    paged_attention,
-    paged_latent_attention,
-    plan_batch,
-    write_,
-)
+from tetrarch.kernels.attention.reference import ScoreRule
 
 __all__ = [
     "CONTEXT",
@@ -150,6 +144,7 @@ class PagedAttention:
         pool: The pages.
         sites: Each attention module's place in the pool.
         tap: What the model gets as `past_key_values`; `None` for models without MLA.
+        backend: Who computes it.
     """
 
     def __init__(
@@ -159,15 +154,10 @@ class PagedAttention:
         *,
         sites: Mapping[nn.Module, AttentionSite],
         tap: LatentTap | None,
+        backend: AttentionBackend = REFERENCE,
     ) -> None:
         self._pool, self._sites, self._tap = pool, sites, tap
-        self._batch: PagedBatch = plan_batch(
-            inputs.page_table,
-            write_at=inputs.write_at,
-            q_lens=inputs.q_lens,
-            kv_lens=inputs.kv_lens_host,
-            page_size=pool.page_size,
-        )
+        self._step = backend.plan_batch(inputs, pool.page_size)
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """Write the step's keys and values, then attend to all pages."""
@@ -178,15 +168,12 @@ class PagedAttention:
             key, value = self._tap.take()
         else:
             key, value = call.key[0].transpose(0, 1), call.value[0].transpose(0, 1)
-        write_(keys, key, self._batch)
-        write_(values, value, self._batch)
+        self._step.write(keys, values, key, value)
         if not site.latent:
-            return paged_attention(query, keys, values, self._batch, call.rule)[None]
+            return self._step.attend(query, keys, values, call.rule)[None]
         # (H, n + v, r): rows that expand a latent to a head's keys, then to its values
         expand = module.get_parameter("kv_b_proj.weight").view(query.shape[1], -1, site.key_dim)
         plain = query.shape[-1] - site.value_dim
         latent = torch.einsum("thn,hnr->thr", query[..., :plain], expand[:, :plain])
-        rows = paged_latent_attention(
-            latent, query[..., plain:], keys, values, self._batch, call.rule
-        )
+        rows = self._step.attend_latent((latent, query[..., plain:]), keys, values, call.rule)
         return torch.einsum("thr,hvr->thv", rows, expand[:, plain:])[None]
