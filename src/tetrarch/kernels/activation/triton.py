@@ -21,13 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tetrarch.core.units import ceil_div
-from tetrarch.kernels.quantize.triton import (
-    quantize_tile,
-    recipe_constants,
-    reciprocal,
-    store_tile,
-    tile_shape,
-)
+from tetrarch.kernels.quantize.triton import recipe_constants, reciprocal, tile_shape
+from tetrarch.kernels.quantize.triton_blocks import round_halves, round_tile
 from tetrarch.numerics.blocks import BLOCK, check_recipe
 from tetrarch.numerics.contract import Recipe
 from tetrarch.numerics.scales import TOKEN_FACTOR
@@ -70,6 +65,19 @@ def _swiglu(gate, up, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constex
     return gated * (up + BETA)
 
 
+@triton.jit
+def _activated(gate_up, at, mask, WIDTH: tl.constexpr, FORMULA: tl.constexpr):
+    """Load and activate in FP32; NaN where nothing is."""
+    first = tl.load(gate_up + at, mask=mask, other=float("nan")).to(tl.float32)
+    if FORMULA is not None:
+        up = tl.load(gate_up + WIDTH + at, mask=mask, other=float("nan")).to(tl.float32)
+        result = _swiglu(first, up, FORMULA[0], FORMULA[1], FORMULA[2])
+    else:
+        up = tl.maximum(first, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        result = up * up
+    return result
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _activate_rows(
     gate_up,
@@ -89,40 +97,42 @@ def _activate_rows(
     """Activate, and round where `QUANTIZE` says so, `ROWS` rows of `BLOCKS` blocks a program."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = first + tl.arange(0, ROWS)
-    keep = row < num_rows
+    exists = row < num_rows
     if owned is not None:
-        keep = keep & (tl.load(owned + row, mask=keep, other=0) != 0)
-        if tl.max(keep.to(tl.int32), axis=0) == 0:
+        exists = exists & (tl.load(owned + row, mask=exists, other=0) != 0)
+        if tl.max(exists.to(tl.int32), axis=0) == 0:
             return
-    block = tl.arange(0, TILE)
-    inside = keep[:, None] & (block < BLOCKS)[None, :]
-    columns: tl.constexpr = BLOCKS * 32 if FORMULA is not None else BLOCKS * 16
-    gate_up += first * columns
-    local = tl.arange(0, ROWS)[:, None, None] * columns
-    at = local + (block * 16)[None, :, None] + tl.arange(0, 16)[None, None, :]
-    mask = inside[:, :, None]
-    result = tl.load(gate_up + at, mask=mask, other=float("nan")).to(tl.float32)
-    if FORMULA is not None:
-        up = tl.load(gate_up + BLOCKS * 16 + at, mask=mask, other=float("nan")).to(tl.float32)
-        result = _swiglu(result, up, FORMULA[0], FORMULA[1], FORMULA[2])
+    width: tl.constexpr = BLOCKS * 16
+    stride: tl.constexpr = width * 2 if FORMULA is not None else width
+    gate_up += first * stride
+    values += first * width
+    dtype = values.dtype.element_ty
+    local, block = tl.arange(0, ROWS)[:, None, None], tl.arange(0, TILE)[None, :, None]
+    mask = exists[:, None, None] & (block < BLOCKS)
+    encode = None
+    if encode_scale is not None:
+        encode = tl.load(encode_scale) + tl.zeros((ROWS,), tl.float32)
+    if RECIPE is None:
+        column = block * 16 + tl.arange(0, 16)[None, None, :]
+        result = _activated(gate_up, local * stride + column, mask, width, FORMULA)
+        if QUANTIZE:
+            if encode_scale is None:  # as if it had been stored
+                result = result.to(dtype).to(tl.float32)
+            result, scales, decode = round_tile(result, encode, top)
+            result = result * scales[:, :, None]
+        tl.store(values + local * width + column, result.to(dtype), mask=mask)
     else:
-        result = tl.maximum(result, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        result = result * result
-    values += first * (BLOCKS * 16)
-    if encode_scale is None:  # a fused epilogue under a static scale rounds once
-        result = result.to(values.dtype.element_ty).to(tl.float32)
-        encode = None
-    else:
-        encode = tl.load(encode_scale + row * 0)
-    if QUANTIZE:
-        numbers, scales, decode = quantize_tile(result, encode, top, RECIPE)
-        store_tile(numbers, scales, inside, values, None, None, BLOCKS)
-        if token_scale is not None:
-            tl.store(token_scale + row, decode, mask=keep)
-    else:
-        element = tl.arange(0, ROWS)[:, None] * BLOCKS + block[None, :]
-        element = (element * 16)[:, :, None] + tl.arange(0, 16)[None, None, :]
-        tl.store(values + element, result.to(values.dtype.element_ty), mask=mask)
+        column = block * 16 + tl.arange(0, 8)[None, None, :]
+        left = _activated(gate_up, local * stride + column, mask, width, FORMULA)
+        right = _activated(gate_up, local * stride + column + 8, mask, width, FORMULA)
+        if encode_scale is None:
+            left, right = left.to(dtype).to(tl.float32), right.to(dtype).to(tl.float32)
+        left, right, scales, decode = round_halves(left, right, encode, top, RECIPE)
+        left, right = left * scales[:, :, None], right * scales[:, :, None]
+        tl.store(values + local * width + column, left.to(dtype), mask=mask)
+        tl.store(values + local * width + column + 8, right.to(dtype), mask=mask)
+    if token_scale is not None:
+        tl.store(token_scale + row, decode, mask=exists)
 
 
 def activate(
