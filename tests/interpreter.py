@@ -45,9 +45,22 @@ def _dot(self: Any, a: Any, b: Any, d: Any, *_: object) -> Any:
     return type(d)(np.matmul(*wide, dtype=d.data.dtype) + d.data, d.dtype.scalar)
 
 
+def _interpret_language(interpreter: Any) -> None:
+    """Interpret the functions of Triton's own language, whenever they were imported.
+
+    transformers imports Triton, often before anybody asks for the interpreter.
+    """
+    language, compiled = interpreter.tl, interpreter.triton.runtime.jit.JITFunction
+    for module in (language, language.standard, language.math):
+        for name, member in list(vars(module).items()):
+            if isinstance(member, compiled):
+                setattr(module, name, interpreter.InterpretedFunction(member.fn))
+
+
 def repair() -> None:
     """Repair the interpreter for this process."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
+    _interpret_language(interpreter)
     interpreter._convert_float = _convert_float
     builder = interpreter.InterpreterBuilder
     builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)

@@ -48,6 +48,7 @@ __all__ = [
     "plan_batch",
     "prompt_tile",
     "scratch_specs",
+    "shared_room",
     "span_tile",
     "units_of",
     "write_",
@@ -106,9 +107,18 @@ def limits_for(device: torch.device, *, num_seqs: int, num_units: int, **cuts: A
         num_seqs=num_seqs,
         num_units=num_units,
         num_programs=2 * gpu.multi_processor_count,
-        shared_bytes=gpu.shared_memory_per_block_optin,
+        shared_bytes=shared_room(gpu.major, gpu.shared_memory_per_block_optin),
         **cuts,
     )
+
+
+def shared_room(major: int, shared_bytes: int) -> int:
+    """Return what tiles may take of a block's shared memory on compute capability `major`.
+
+    Where accumulators live in tensor memory (10 and above), Triton passes them through up to
+    64 KiB of shared memory.
+    """
+    return shared_bytes - (65_536 if major >= 10 else 0)
 
 
 def scratch_specs(
