@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     repair()
 gemm = pytest.importorskip("tetrarch.kernels.grouped_gemm.triton")
+permute = pytest.importorskip("tetrarch.kernels.permute.triton")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BEYOND = 1 << 20  # a slot that is none
@@ -35,13 +36,16 @@ def order_of(ids: Tensor, num_experts: int, tokens: int) -> Any:
         mine = [slot for slot, chosen in enumerate(flat) if chosen == expert]
         slots += mine + [BEYOND] * (-len(mine) % tokens)
         experts += [expert] * -(-len(mine) // tokens)
-    most = max_blocks(len(flat), num_experts, tokens)
     used = torch.tensor([len(experts)], dtype=torch.int32)
+    most = max_blocks(len(flat), num_experts, tokens)
     slots += [BEYOND] * (most * tokens - len(slots))
     experts += [-1] * (most - len(experts))  # must not be read
     tensors = (torch.tensor(values, dtype=torch.int32) for values in (slots, experts))
-    return gemm.BlockOrder(
-        *(t.to(ids.device) for t in (*tensors, used)), num_slots=len(flat), max_blocks=most
+    device = ids.device
+    slots, experts = (tensor.to(device) for tensor in tensors)
+    owned = (ids.flatten() >= 0) & (ids.flatten() < num_experts)
+    return permute.Alignment(
+        sorted_slots=slots, expert=experts, num_blocks=used.to(device), owned=owned
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from tetrarch.core.units import ceil_div
 from tetrarch.kernels.grouped_gemm.packing import K_BLOCK, ROW_BLOCK
 
-__all__ = ["SMALLEST_BLOCK", "Tile", "block_tokens", "max_blocks", "tile_for"]
+__all__ = ["BLOCK_TOKENS", "Tile", "block_tokens", "max_blocks", "tile_for"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,9 @@ class Tile:
     ptx: bool = False  # decode by inline PTX: BF16 on NVIDIA GPUs
 
 
-SMALLEST_BLOCK = 16  # tokens
 # Most rows an expert gets on average, and the block they are cut into.
 _BLOCKS = ((8, 16), (24, 32), (64, 64))
-_LARGEST_BLOCK = 128
+BLOCK_TOKENS = (*(tokens for _, tokens in _BLOCKS), 128)
 _PACKED = {
     16: Tile(64, 16, k_blocks=4, warps=4, stages=3),
     32: Tile(64, 32, k_blocks=2, warps=4, stages=4),
@@ -55,12 +54,13 @@ def block_tokens(num_slots: int, num_experts: int) -> int:
         num_experts: Experts of this rank.
     """
     average = num_slots / num_experts
-    return next((tokens for most, tokens in _BLOCKS if average <= most), _LARGEST_BLOCK)
+    return next((tokens for most, tokens in _BLOCKS if average <= most), BLOCK_TOKENS[-1])
 
 
 def max_blocks(num_slots: int, num_experts: int, tokens: int) -> int:
-    """Return the most blocks that these rows can form, however they are routed."""
-    return min(num_slots, num_slots // tokens + num_experts)
+    """Return the most blocks of so many tokens that these slots form, however they are routed."""
+    visited = min(num_slots, num_experts)
+    return visited + (num_slots - visited) // tokens
 
 
 def tile_for(tokens: int, width: int, *, packed: bool, dtype: torch.dtype, ptx: bool) -> Tile:

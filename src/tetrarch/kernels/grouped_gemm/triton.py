@@ -32,9 +32,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tetrarch.core.units import ceil_div
-from tetrarch.kernels.grouped_gemm.tiles import Tile
+from tetrarch.kernels.grouped_gemm.tiles import Tile, max_blocks
+from tetrarch.kernels.permute.triton import Alignment
 
-__all__ = ["BlockOrder", "Epilogue", "Weight", "grouped_gemm"]
+__all__ = ["Epilogue", "Weight", "grouped_gemm"]
 
 
 @triton.jit
@@ -282,17 +283,6 @@ class Weight:
     num_rows: int  # N without padding; gate and up alternate as `interleave` has them
 
 
-@dataclass(frozen=True, slots=True)
-class BlockOrder:
-    """Which slots (token * top_k + choice) form which block. All on the device."""
-
-    sorted_slots: Tensor  # (blocks * tokens of a tile,) int32; `num_slots` or more: no slot
-    expert: Tensor  # (blocks,) int32, local id of each block's expert
-    num_blocks: Tensor  # (1,) int32, of those that are used
-    num_slots: int
-    max_blocks: int  # programs to start: the worst case
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epilogue:
     """What becomes of the scaled sums."""
@@ -313,7 +303,7 @@ def grouped_gemm(
     rows: Tensor,
     weight: Weight,
     *,
-    order: BlockOrder,
+    order: Alignment,
     tile: Tile,
     epilogue: Epilogue,
     row_scale: Tensor | None = None,
@@ -323,7 +313,7 @@ def grouped_gemm(
     Args:
         rows: (slots, K), or (tokens, K) shared by a token's slots; bf16, fp16 or fp32.
         weight: Of all experts.
-        order: The blocks; they hold `tile.tokens` slots each.
+        order: The slots of each block; `tile.tokens` of them.
         tile: As `tile_for` returns it.
         epilogue: Activation, and where results go.
         row_scale: One fp32 for each of `rows`, or `None`.
@@ -331,13 +321,13 @@ def grouped_gemm(
     Returns:
         `epilogue.out`. Rows of slots that no block holds are left as they are.
     """
-    slots, (num_rows, width) = order.num_slots, rows.shape
-    after = epilogue
+    num_slots, after, (num_rows, width) = len(order.owned), epilogue, rows.shape
+    if not num_slots:
+        return after.out
+    blocks = max_blocks(num_slots, len(weight.words), tile.tokens)
     stored = weight.words.shape[1 if weight.block_scale is None else 2]
     tiles = ceil_div(stored, tile.rows)
-    if not slots:
-        return after.out
-    _grouped_gemm[(order.max_blocks * tiles,)](
+    _grouped_gemm[(blocks * tiles,)](
         rows,
         weight.words,
         weight.block_scale,
@@ -349,8 +339,8 @@ def grouped_gemm(
         order.sorted_slots,
         order.expert,
         order.num_blocks,
-        slots,
-        SLOTS_PER_ROW=slots // num_rows,
+        num_slots,
+        SLOTS_PER_ROW=num_slots // num_rows,
         TOP_K=1 if after.topk_weights is None else after.topk_weights.shape[1],
         N=weight.num_rows,
         N_STORED=stored,
