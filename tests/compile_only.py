@@ -18,7 +18,14 @@ from triton.runtime.jit import JITFunction
 __all__ = ["SHARED_BYTES", "compile_for"]
 
 # Shared memory that one block may ask for, by architecture.
-SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}
+SHARED_BYTES = {
+    80: 166_912,
+    89: 101_376,
+    90: 232_448,
+    100: 232_448,
+    103: 232_448,
+    120: 101_376,
+}
 
 
 def compile_for(arch: int) -> list[tuple[str, Any]]:

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +29,7 @@ permute = pytest.importorskip("tetrarch.kernels.permute.triton")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BEYOND = 1 << 20  # a slot that is none
+SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}
 SHAPES = [(4, 32, 64), (4, 80, 48), (2, 144, 128)]
 
 
@@ -229,3 +233,30 @@ def test_no_tile_and_no_neighbour_moves_a_bit(shape: tuple[int, int, int]) -> No
         assert torch.equal(case.run(case.packed(), case.empty(), tile), first)
     case.ids, case.values, case.row_scale = case.ids[:3], case.values[:3], case.row_scale[:3]
     assert torch.equal(case.run(case.packed(), case.empty()), first[:6])
+
+
+def compile_forms(arch: int, *forms: str) -> list[tuple[int, int]]:
+    """Return shared memory and cubin size of each kernel, compiled where no interpreter is on."""
+    script = Path(__file__).with_name("compile_gemm.py")
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(script), str(arch), *forms]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+    lines = [line.split() for line in run.stdout.splitlines()]
+    return [(int(shared), int(size)) for _, _, shared, size in lines]
+
+
+@pytest.mark.parametrize("arch", SHARED_BYTES)
+def test_a_kernel_of_decoding_compiles_for_every_architecture(arch: int) -> None:
+    ((shared, size),) = compile_forms(arch, "per-token-swiglu/16")
+    assert shared <= SHARED_BYTES[arch]
+    assert size > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("arch", SHARED_BYTES)
+def test_every_form_compiles_for_every_architecture(arch: int) -> None:
+    compiled = compile_forms(arch)
+    assert len(compiled) == 9 * 4
+    assert all(shared <= SHARED_BYTES[arch] for shared, _ in compiled)

@@ -26,6 +26,7 @@ class Tile:
     k_blocks: int  # of 64 columns a step
     warps: int
     stages: int  # steps in flight
+    registers: int | None = None  # of a thread, at most
     ptx: bool = False  # decode by inline PTX: BF16 on NVIDIA GPUs
 
 

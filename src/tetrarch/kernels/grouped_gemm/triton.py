@@ -357,6 +357,7 @@ def grouped_gemm(
         PTX=tile.ptx,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        maxnreg=tile.registers,
         enable_fp_fusion=False,
     )
     return after.out

@@ -165,7 +165,7 @@ class TritonRunner:
                 values.shape[1],
                 packed=self._packed,
                 dtype=values.dtype,
-                ptx=values.is_cuda,
+                ptx=s.device.type != "cpu",  # the interpreter's
             )
             weight = self._weight(name, weights)
             grouped_gemm(
