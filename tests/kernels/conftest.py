@@ -8,6 +8,8 @@ import os
 import pytest
 import torch
 
+from interpreter import repair
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton decorates a kernel
 
@@ -17,7 +19,10 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     """The device whose Triton runs the test; the GPU's rows are marked `gpu`."""
     pytest.importorskip("triton", reason="pip install tetrarch[test-kernels]")
     if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("there is no GPU")
         return torch.device("cuda")
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled in a process that sees a GPU")
+    repair()
     return torch.device("cpu")
