@@ -423,13 +423,15 @@ def _attend(
         tile = span_tile(dims, dtype=query.dtype, latent=latent, shared_bytes=limits.shared_bytes)
         attend_spans[(limits.num_programs,)](
             query, rotary, keys, values, out, *sums, *lens, starts, units, sinks, *numbers,
-            M=tile.rows, N=tile.keys, num_warps=tile.warps, num_stages=tile.stages, **shared,
+            M=tile.rows, N=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
+            enable_fp_fusion=False, **shared,
         )  # fmt: skip
         block = 4 if shared["OUT_PAD"] <= 256 else 2
         add_spans[(len(batch.kv_lens), limits.short_q_len, ceil_div(heads, block))](
             out, *sums, *lens[1:], starts, sinks, window, limits.short_q_len,
             HEADS=heads, OUT_DIM=out_dim, OUT_PAD=shared["OUT_PAD"], SPAN=limits.span,
             BLOCK=block, UNROLL=8, HAS_SINKS=shared["HAS_SINKS"], num_warps=4,
+            enable_fp_fusion=False,
         )  # fmt: skip
     if batch.has_long:
         tile = prompt_tile(dims, dtype=query.dtype, latent=latent, shared_bytes=limits.shared_bytes)

@@ -15,6 +15,9 @@ was rescaled on its way has the bits of one that knew its maximum from the start
 all spans, and spans walked by different programs and added up later, give the same bits. (A term
 below 2**-126 of the row's largest is the exception: it may vanish.)
 
+The kernels are compiled without floating-point fusion, which the compiler might do in one of them
+and not in the other; where it is wanted it is written out.
+
 A tile of `M` rows is `M / GROUP` query positions times the `GROUP` query heads of one KV head.
 """
 
@@ -168,15 +171,14 @@ def _step(
     if LATENT:  # the second half of the key; the value is its first half
         scores = tl.dot(q_rotary, tl.trans(v), scores, input_precision=PRECISION)
         v = k
-    scores = scores * scale
     if MASKED:
         hidden = key[None, :] > position[:, None]
         if HAS_WINDOW:
             hidden = hidden | (key[None, :] <= position[:, None] - window)
         scores = tl.where(hidden, float("-inf"), scores)
-    new = tl.maximum(top, tl.ceil(tl.max(scores, 1)))
+    new = tl.maximum(top, tl.ceil(tl.max(scores, 1) * scale))
     safe = tl.where(new == float("-inf"), 0.0, new)
-    weights = tl.exp2(scores - safe[:, None])
+    weights = tl.exp2(tl.fma(scores, scale, -safe[:, None]))
     old = power(top - safe)
     total = total * old + tl.sum(weights, 1)
     acc = tl.dot(weights.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
@@ -217,7 +219,7 @@ def span(
     values      pool, at the tile's KV head; with LATENT of rotary keys
     pages       the sequence's row of the page table
     position    (M,) of each row; `lowest` is the smallest
-    scale       of scores, in base 2
+    scale       of scores, in base 2, positive
     window      how many keys a row sees, its own included; none before are loaded
     """
     acc, total, top = empty_sum(M, OUT_PAD)
