@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the grouped GEMM for one architecture: python compile_gemm.py 90 [FORM ...].
+"""Compile the grouped GEMM for architectures: python compile_gemm.py 80,90 [FORM[/TOKENS] ...].
 
-Prints a line for each kernel: form, tokens of its block, bytes of shared memory, of the cubin.
+Prints a line for each kernel: architecture, form, tokens of its block, bytes of shared memory, of
+the cubin.
 """
 
 from __future__ import annotations
@@ -82,13 +83,15 @@ def launch(
 
 
 def main() -> None:
-    compiled = compile_for(int(sys.argv[1]))
-    for form in sys.argv[2:] or FORMS:
-        name, _, tokens = form.partition("/")
-        for block in (int(tokens),) if tokens else BLOCK_TOKENS:
-            launch(block, **FORMS[name])
-            _, kernel = compiled.pop()
-            print(name, block, kernel.metadata.shared, len(kernel.asm["cubin"]))  # noqa: T201
+    for arch in map(int, sys.argv[1].split(",")):
+        compiled = compile_for(arch)
+        for form in sys.argv[2:] or FORMS:
+            name, _, tokens = form.partition("/")
+            for block in (int(tokens),) if tokens else BLOCK_TOKENS:
+                launch(block, **FORMS[name])
+                _, kernel = compiled.pop()
+                size = len(kernel.asm["cubin"])
+                print(arch, name, block, kernel.metadata.shared, size)  # noqa: T201
 
 
 if __name__ == "__main__":
