@@ -130,7 +130,8 @@ def time_of(launches: list[Callable[[], object]], repeat: int = 5) -> float:
 
 def same(mine: Tensor, defined: Tensor) -> bool:
     """Whether two tensors hold the same bytes."""
-    return torch.equal(mine.contiguous().view(torch.uint8), defined.contiguous().view(torch.uint8))
+    octets = [values.flatten().view(torch.uint8) for values in (mine, defined)]
+    return torch.equal(*octets)
 
 
 def rounded_rows(shape: tuple[int, int], recipe: Recipe | None, scale: Tensor | None) -> Case:
@@ -204,6 +205,7 @@ def aligned_slots(ids: Tensor, experts: int) -> Case:
         expert=torch.empty(most, dtype=torch.int32, device="cuda"),
         num_blocks=torch.empty(1, dtype=torch.int32, device="cuda"),
         owned=torch.empty(ids.numel(), dtype=torch.bool, device="cuda"),
+        counts=torch.empty(experts, dtype=torch.int32, device="cuda"),
     )
     run = partial(align, ids, first_expert=0, num_experts=experts, block_tokens=block, out=out)
     return Case(run, 0, (ids, out.sorted_slots, out.num_blocks))

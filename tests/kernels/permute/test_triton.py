@@ -33,14 +33,15 @@ LARGE = [
 ]
 
 
-def aligned(ids: Tensor, *, first: int, count: int, block: int) -> Any:
-    """Align into the smallest room that is promised to be enough."""
+def aligned(ids: Tensor, *, first: int, count: int, block: int, once: bool = False) -> Any:
+    """Align into the smallest room that is promised to be enough; count `once` where asked to."""
     most = max_blocks(ids.numel(), count, block)
     out = kernels.Alignment(
         sorted_slots=ids.new_full((most * block,), UNWRITTEN, dtype=torch.int32),
         expert=ids.new_full((most,), UNWRITTEN, dtype=torch.int32),
         num_blocks=ids.new_full((1,), UNWRITTEN, dtype=torch.int32),
         owned=ids.new_zeros(ids.numel(), dtype=torch.bool),
+        counts=ids.new_full((count,), UNWRITTEN, dtype=torch.int32) if once else None,
     )
     kernels.align(ids, first_expert=first, num_experts=count, block_tokens=block, out=out)
     return out
@@ -60,18 +61,21 @@ def expected(ids: Tensor, *, first: int, count: int, block: int) -> tuple[list[i
     return slots, experts
 
 
+@pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_slots_are_the_references_padded_to_blocks(
-    device: torch.device, dtype: torch.dtype
+    device: torch.device, dtype: torch.dtype, once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ids of other ranks, and -1 for no token at all, in between."""
+    if once:
+        monkeypatch.setattr(kernels, "_COUNTED_ONCE", 0)
     for tokens, top_k, num_experts, (first, count), block in CASES + (
         LARGE if device.type == "cuda" else []
     ):
         generator = torch.Generator().manual_seed(tokens)
         ids = torch.randint(-1, num_experts, (tokens, top_k), generator=generator)
         ids = ids.to(device, dtype)
-        out = aligned(ids, first=first, count=count, block=block)
+        out = aligned(ids, first=first, count=count, block=block, once=once)
         slots, experts = expected(ids, first=first, count=count, block=block)
         used = int(out.num_blocks)
         assert out.expert[:used].tolist() == experts

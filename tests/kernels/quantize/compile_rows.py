@@ -39,15 +39,12 @@ def launch(rows: int, width: int) -> None:
     owned = torch.ones(rows, dtype=torch.bool)
     activate(gate_up, GPT_OSS, out=values)
     activate_round(gate_up, GPT_OSS, values=values, token_scale=token_scale, owned=owned)
-    lists = torch.empty(3, 1024, dtype=torch.int32)
-    out = Alignment(sorted_slots=lists[0], expert=lists[1], num_blocks=lists[2], owned=owned)
-    align(
-        torch.zeros(rows // 8, 8, dtype=torch.int32),
-        first_expert=0,
-        num_experts=96,
-        block_tokens=16,
-        out=out,
-    )
+    lists = torch.empty(4, 1024, dtype=torch.int32)
+    rest = dict(num_blocks=lists[2], owned=owned, counts=lists[3])
+    out = Alignment(sorted_slots=lists[0], expert=lists[1], **rest)
+    for slots in (64, 8192):
+        ids = torch.zeros(slots // 8, 8, dtype=torch.int32)
+        align(ids, first_expert=0, num_experts=96, block_tokens=16, out=out)
     weights = torch.ones(rows // 8, 8)
     finalize(x, topk_weights=weights, owned=owned, out=values[: rows // 8])
 

@@ -25,6 +25,9 @@ from tetrarch.core.units import ceil_div
 
 __all__ = ["Alignment", "align", "finalize"]
 
+# Slots; past them counting takes a launch of its own, which costs less than every program's own.
+_COUNTED_ONCE = 4096
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alignment:
@@ -38,6 +41,34 @@ class Alignment:
     expert: Tensor  # (blocks,) int32, local id of each block's expert
     num_blocks: Tensor  # (1,) int32, blocks in use
     owned: Tensor  # (S,) bool, whether the slot's expert is on this rank
+    # (E,) int32, scratch: past 4096 slots experts are counted once, not by every expert's program
+    counts: Tensor | None = None
+
+
+@triton.jit
+def _local_experts(topk_ids, slot, num_slots, first_expert):
+    """Return the local expert of each slot; a negative number where there is no slot."""
+    ids = tl.load(topk_ids + slot, mask=slot < num_slots, other=-1)
+    return ids.to(tl.int32) - first_expert
+
+
+@triton.jit(do_not_specialize=["num_slots", "first_expert"])
+def _count_experts(
+    topk_ids,
+    counts,
+    num_slots,
+    first_expert,
+    NUM_EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Add a chunk's slots to the counts; sums of integers do not depend on who comes first."""
+    slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    local = _local_experts(topk_ids, slot, num_slots, first_expert)
+    mine = (local >= 0) & (local < NUM_EXPERTS)
+    found = tl.histogram(tl.where(mine, local, 0), BINS, mask=mine)
+    bins = tl.arange(0, BINS)
+    tl.atomic_add(counts + bins, found, mask=(found > 0) & (bins < NUM_EXPERTS), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["num_slots", "first_expert"])
@@ -47,6 +78,7 @@ def _align_expert(
     experts,
     num_blocks,
     owned,
+    totals,
     num_slots,
     first_expert,
     NUM_EXPERTS: tl.constexpr,
@@ -54,18 +86,23 @@ def _align_expert(
     TOKENS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """List one expert's slots. Every program counts all experts, so that none waits for another."""
+    """List one expert's slots. Where nobody has counted, each program counts all experts."""
     expert = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
-    counts = tl.zeros((BINS,), tl.int32)
-    for start in range(0, num_slots, CHUNK):
-        inside = start + lane < num_slots
-        local = tl.load(topk_ids + start + lane, mask=inside, other=-1).to(tl.int32) - first_expert
-        mine = inside & (local >= 0) & (local < NUM_EXPERTS)
-        counts += tl.histogram(tl.where(mine, local, 0), BINS, mask=mine)
-        writes = inside & (start // CHUNK % NUM_EXPERTS == expert)  # each program a share
-        tl.store(owned + start + lane, mine.to(tl.uint8), mask=writes)
     bins = tl.arange(0, BINS)
+    if totals is not None:
+        counts = tl.load(totals + bins, mask=bins < NUM_EXPERTS, other=0)
+    else:
+        counts = tl.zeros((BINS,), tl.int32)
+        for start in range(0, num_slots, CHUNK):
+            local = _local_experts(topk_ids, start + lane, num_slots, first_expert)
+            mine = (local >= 0) & (local < NUM_EXPERTS)
+            counts += tl.histogram(tl.where(mine, local, 0), BINS, mask=mine)
+    for start in range(expert * CHUNK, num_slots, NUM_EXPERTS * CHUNK):  # each program a share
+        slot = start + lane
+        local = _local_experts(topk_ids, slot, num_slots, first_expert)
+        mine = (local >= 0) & (local < NUM_EXPERTS)
+        tl.store(owned + slot, mine.to(tl.uint8), mask=slot < num_slots)
     blocks = (counts + TOKENS - 1) // TOKENS
     first_block = tl.sum(tl.where(bins < expert, blocks, 0), axis=0)
     count = tl.sum(tl.where(bins == expert, counts, 0), axis=0)
@@ -78,12 +115,12 @@ def _align_expert(
             tl.store(experts + at, tl.zeros_like(at) + expert, mask=at < end_block)
         row = first_block * TOKENS
         for start in range(0, num_slots, CHUNK):
-            inside = start + lane < num_slots
-            ids = tl.load(topk_ids + start + lane, mask=inside, other=-1).to(tl.int32)
-            match = inside & (ids - first_expert == expert)
-            rank = tl.cumsum(match.to(tl.int32), axis=0)
-            tl.store(sorted_slots + row + rank - 1, start + lane, mask=match)
-            row += tl.sum(match.to(tl.int32), axis=0)
+            slot = start + lane
+            local = _local_experts(topk_ids, slot, num_slots, first_expert)
+            match = (local == expert).to(tl.int32)
+            rank = tl.cumsum(match, axis=0)
+            tl.store(sorted_slots + row + rank - 1, slot, mask=match != 0)
+            row += tl.sum(match, axis=0)
         padding = row + tl.arange(0, TOKENS)
         tl.store(
             sorted_slots + padding,
@@ -105,18 +142,33 @@ def align(
         block_tokens: Rows of a block, a power of two.
         out: Overwritten.
     """
-    num_slots = topk_ids.numel()
-    chunk = 256 if num_slots <= 256 else 2048 if num_slots <= 8192 else 8192
+    num_slots, counts = topk_ids.numel(), None
+    bins = triton.next_power_of_2(num_experts)
+    if out.counts is not None and num_slots > _COUNTED_ONCE:
+        counts = out.counts.zero_()
+        _count_experts[(ceil_div(num_slots, 2048),)](
+            topk_ids,
+            counts,
+            num_slots,
+            first_expert,
+            NUM_EXPERTS=num_experts,
+            BINS=bins,
+            CHUNK=2048,
+            num_warps=8,
+        )
+    chunk = 8192 if num_slots > _COUNTED_ONCE else 2048
+    chunk = max(256, min(chunk, triton.next_power_of_2(num_slots)))
     _align_expert[(num_experts,)](
         topk_ids,
         out.sorted_slots,
         out.expert,
         out.num_blocks,
         out.owned.view(torch.uint8),
+        counts,
         num_slots,
         first_expert,
         NUM_EXPERTS=num_experts,
-        BINS=triton.next_power_of_2(num_experts),
+        BINS=bins,
         TOKENS=block_tokens,
         CHUNK=chunk,
         num_warps=4 if chunk < 8192 else 8,
