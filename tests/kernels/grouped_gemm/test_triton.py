@@ -21,6 +21,7 @@ from tetrarch.kernels.grouped_gemm.tiles import Tile, max_blocks, tile_for
 from tetrarch.numerics import nvfp4
 from tolerance import GPU_EXP, assert_close
 
+pytest.importorskip("triton", reason="pip install tetrarch[test-kernels]")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     repair()
