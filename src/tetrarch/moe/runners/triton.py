@@ -88,6 +88,7 @@ class TritonRunner:
             "block_expert": ((max(blocks.values()),), torch.int32),
             "num_blocks": ((1,), torch.int32),
             "owned": ((slots,), torch.bool),
+            "expert_counts": ((e,), torch.int32),
             "activated": ((slots, s.intermediate_size), _FP32 if fused else s.dtype),
         }
         if self._rounds:
@@ -191,6 +192,7 @@ class TritonRunner:
             expert=scratch["block_expert"],
             num_blocks=scratch["num_blocks"],
             owned=scratch["owned"][:slots],
+            counts=scratch["expert_counts"],
         )
         align(
             topk_ids,
