@@ -309,9 +309,9 @@ def over(steps: list[Step], run: Callable[[Step], object]) -> list[Callable[[], 
 
 def ceilings() -> dict[str, float]:
     """Measure what the card can do: TB/s of a copy and of reading, BF16 TFLOP/s."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    source = torch.empty(1 << 28, device="cuda")  # `copy_` itself reaches two thirds of this
     target = torch.empty_like(source)
-    copy = timed([lambda: target.copy_(source)])
+    copy = timed([lambda: torch.neg(source, out=target)])
     layer = Layer.of(spec_of("qwen3-30b", "cuda"), "W4A16", 1, None)
     every = torch.arange(128, dtype=torch.int32, device="cuda")
     out = torch.empty(1, dtype=torch.int32, device="cuda")
@@ -338,7 +338,8 @@ def check(layer: Layer, step: Step, experts: CanonicalExperts | PlainExperts) ->
     want = reference.run(arrived, weights=weights, scratch=scratch).float()
     got = layer(step)[:few].float()
     error = ((got - want).norm(dim=1) / want.norm(dim=1)).max().item()
-    assert error < 0.02, f"{layer.contract}: {error:.3f} off"
+    finite = got.isfinite().all().item(), want.isfinite().all().item()
+    assert error < 0.02, f"{layer.contract}: {error:.3f} off; finite (got, wanted): {finite}"
     return (got == want).float().mean().item()
 
 
