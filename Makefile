@@ -6,7 +6,7 @@ BIN = .venv/bin
 # Two OpenMP threads that spin on two busy cores make torch 10-30 times slower.
 CALM = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: help setup serve test check check-slow fmt lint types floors docs resolve bench
+.PHONY: help setup serve test test-gpu check check-slow fmt lint types floors docs resolve bench
 ## help         show this list
 help: ; @sed -n 's/^## /  make /p' $(firstword $(MAKEFILE_LIST))
 ## setup        create .venv and install tetrarch; cheap when nothing changed
@@ -16,6 +16,8 @@ serve: setup ; @$(BIN)/tetrarch serve $(ARGS)
 ## test         run the tests; ARGS=tests/engine for some of them
 test: EXTRAS = test
 test: setup ; $(CALM) $(BIN)/python -m pytest -n 2 -m "not slow and not gpu" $(ARGS)
+## test-gpu     run the tests that need a GPU, with PYTHON as it is: nothing is installed
+test-gpu: ; PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(ARGS)
 ## fmt          format, and fix what ruff can fix
 fmt: EXTRAS = test,check
 fmt: setup ; $(BIN)/ruff format . && $(BIN)/ruff check --fix .

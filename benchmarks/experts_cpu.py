@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from tetrarch.config.hardware import Arch
 from tetrarch.config.plan import ExpertPlan, QuantPlan, TokenBudget
 from tetrarch.config.support import SUPPORT, Finalize
 from tetrarch.memory.journal import Journal
@@ -50,7 +51,8 @@ SPEC = ExpertSpec(
 
 def build(contract: QuantContract, tokens: int, *, decoded_cache: bool) -> MoELayer:
     """Return a loaded layer with random weights."""
-    route = next(row for row in SUPPORT if row.activations == contract.activations)
+    fits = (row for row in SUPPORT if row.activations == contract.activations)
+    route = next(row for row in fits if Arch.CPU in row.archs)
     budget = TokenBudget(per_rank=tokens, rows=tokens, term="the largest row of this benchmark")
     experts = ExpertPlan(
         route=route, finalize=Finalize.SEPARATE, budget=budget, decoded_cache=decoded_cache

@@ -167,7 +167,8 @@ def _make_plan(
     contract = contract_for(quantization, activations)
     assert contract is not None
     facts = describe(str(path))
-    route = next(row for row in SUPPORT if row.activations is contract.activations)
+    fits = (row for row in SUPPORT if row.activations is contract.activations)
+    route = next(row for row in fits if Arch.CPU in row.archs)
     plan = Plan(
         model=ModelPlan(
             path=str(path),

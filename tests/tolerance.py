@@ -12,6 +12,8 @@ from tetrarch.numerics.near_tie import NEAR_TIE  # eval uses it too
 
 __all__ = [
     "EXTRA_FP32_ROUNDING",
+    "FUSED_FINALIZE",
+    "GPU_EXP",
     "NEAR_TIE",
     "RECIPROCAL_SCALE",
     "SGLANG_FP8_IN_FP16",
@@ -33,6 +35,19 @@ EXTRA_FP32_ROUNDING = Tolerance(
     rtol=2.0**-23,
     atol=0.0,
     reason="the peer rounds block_scale * global_scale to FP32 before it multiplies the code",
+)
+
+FUSED_FINALIZE = Tolerance(
+    rtol=2.0**-8,
+    atol=2.0**-24,
+    reason="FP32 sums in another order may round to the neighbour in BF16",
+)
+
+GPU_EXP = Tolerance(
+    rtol=2.0**-19,
+    atol=2.0**-40,
+    reason="a GPU's exp and division are off by a few units in the last place, and a sigmoid of "
+    "large magnitude multiplies what its argument was off by",
 )
 
 RECIPROCAL_SCALE = Tolerance(

@@ -15,7 +15,7 @@ from pathlib import Path
 from tetrarch.config.args import GROUPS, LaunchArgs
 from tetrarch.config.resolve_host import PROCESS_ENV
 from tetrarch.config.spellings import VARIABLES
-from tetrarch.config.support import markdown as support_table
+from tetrarch.config.support_page import markdown as support_table
 from tetrarch.core.knob import KnobField, knobs
 from tetrarch.numerics.contract import CONTRACTS, QuantContract, Scale
 from tetrarch.serve.reference import markdown as http_page

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tetrarch.attention.kernels import ORDINARY
+from tetrarch.attention.backends import REFERENCE
 from tetrarch.attention.layer import (
     CONTEXT,
     AttentionCall,
@@ -86,7 +86,7 @@ def test_plain_attention_equals_torch() -> None:
     query = torch.randn(1, HEADS, TOKENS, DIM)
     key, value = torch.randn(2, 1, GROUPS, TOKENS, DIM)
     context = PagedAttention(
-        inputs(TOKENS, 4), pool, sites={module: site}, tap=None, kernels=ORDINARY
+        inputs(TOKENS, 4), pool, sites={module: site}, tap=None, backend=REFERENCE
     )
     got, weights = attention(module, query, key, value, None, **{CONTEXT: context})
     want = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
@@ -118,7 +118,7 @@ def test_absorbed_attention_equals_expanded_attention() -> None:
     want = F.scaled_dot_product_attention(query, key, both[..., plain:], is_causal=True, scale=0.4)
     tap = LatentTap()
     context = PagedAttention(
-        inputs(TOKENS, 4), pool, sites={module: site}, tap=tap, kernels=ORDINARY
+        inputs(TOKENS, 4), pool, sites={module: site}, tap=tap, backend=REFERENCE
     )
     first = tap.update(latent, turned, 0)
     assert [part.shape[2] for part in first] == [1, 1]

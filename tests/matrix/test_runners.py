@@ -207,9 +207,15 @@ def build(
 ) -> MoELayer:
     budget = TokenBudget(per_rank=32, rows=32, term="this test")
     plan = ExpertPlan(route=route, finalize=route.finalize[0], budget=budget, decoded_cache=False)
-    layer = build_layer(spec, plan, quant, scratch=SlotTable())
-    layer.load(experts, Journal(keeps=False))
+    device = torch.device("cpu" if Arch.CPU in route.archs else "cuda")
+    layer = build_layer(replace(spec, device=device), plan, quant, scratch=SlotTable())
+    there = {name: value if value is None else value.to(device) for name, value in fields(experts)}
+    layer.load(replace(experts, **there), Journal(keeps=False))
     return layer
+
+
+def fields(experts: CanonicalExperts | PlainExperts) -> list[tuple[str, torch.Tensor | None]]:
+    return [(name, getattr(experts, name)) for name in experts.__dataclass_fields__]
 
 
 ROWS = [
@@ -253,7 +259,9 @@ def test_a_supported_row_equals_the_oracle(
     scores = torch.rand(24, spec.num_experts, generator=generator).softmax(-1)
     weights, ids = scores.topk(spec.top_k)
 
-    ours = build(spec, route, quant, experts)(hidden, ids, weights).float().numpy()
+    layer = build(spec, route, quant, experts)
+    on = layer.weights["gate_up"].device
+    ours = layer(hidden.to(on), ids.to(on), weights.to(on)).float().cpu().numpy()
     arguments = hidden.float().numpy(), ids.numpy(), weights.numpy()
     want = Oracle(spec, quant, experts)(*arguments)
     assert (ours == want).mean() > 0.99

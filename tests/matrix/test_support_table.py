@@ -47,10 +47,16 @@ def test_every_row_is_chosen_where_it_says(
         assert plan.experts.finalize is row.finalize[0]
     else:
         (error,) = refused(arch, source_for(quantization), **settings)
-        assert "no such row" in error
+        assert f"{row.runner}" in error
 
 
-REFUSALS = [(no, activations) for no in REFUSED for activations in no.activations]
+REFUSALS = [
+    (no, activations, arch)
+    for no in REFUSED
+    for activations in no.activations
+    for arch in Arch
+    if arch in no.archs
+]
 CONTRACT_OF = {
     Activations.PER_TOKEN: ("nvfp4_online", BF16),
     Activations.PER_TENSOR: ("modelopt_fp4", NVFP4),
@@ -58,9 +64,8 @@ CONTRACT_OF = {
 }
 
 
-@pytest.mark.parametrize("arch", list(Arch))
 @pytest.mark.parametrize(
-    ("refusal", "activations"),
+    ("refusal", "activations", "arch"),
     REFUSALS,
     ids=lambda x: x.subject if isinstance(x, Refusal) else str(x),
 )

@@ -122,9 +122,7 @@ def test_every_row_about_a_flag_has_an_answer(
 ) -> None:
     text = told(start, command.line, command.environ, device_of(arch))
     assert all(words in text for words in command.words), text
-    assert (
-        start("", {}, device_of(arch)).experts.route.runner == "reference"
-    )  # without it, all is well
+    assert start("", {}, device_of(arch)).experts.route.archs >= {arch}  # without it, all is well
 
 
 def test_a_gpu_without_a_row_is_refused_before_a_runner_is_chosen(

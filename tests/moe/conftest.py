@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tetrarch.config.hardware import Arch
 from tetrarch.config.plan import ExpertPlan, QuantPlan, TokenBudget
-from tetrarch.config.support import SUPPORT, Finalize
+from tetrarch.config.support import SUPPORT, Finalize, Route
 from tetrarch.memory.journal import Journal
 from tetrarch.memory.slots import SlotTable
 from tetrarch.moe.build import build_layer
@@ -72,9 +73,14 @@ def _quant(
     return replace(plan, **overrides)
 
 
+def _cpu_route(activations: Activations) -> Route:
+    fits = (row for row in SUPPORT if row.activations is activations)
+    return next(row for row in fits if Arch.CPU in row.archs)
+
+
 def _experts(quant: QuantPlan, *, rows: int = 64, decoded_cache: bool = True) -> ExpertPlan:
     return ExpertPlan(
-        route=next(row for row in SUPPORT if row.activations == quant.contract.activations),
+        route=_cpu_route(quant.contract.activations),
         finalize=Finalize.SEPARATE,
         budget=TokenBudget(per_rank=rows, rows=rows, term="the test's own limit"),
         decoded_cache=decoded_cache,

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from tetrarch.attention.kernels import AttentionKernels
+from tetrarch.attention.backends import AttentionBackend
 from tetrarch.attention.pool import KVPool
 from tetrarch.attention.types import AttentionInputs, AttentionSite
 from tetrarch.core.errors import UnknownAttentionArgument
-from tetrarch.kernels.attention.reference import PagedBatch, ScoreRule, plan_batch, write_
+from tetrarch.kernels.attention.reference import ScoreRule
 
 __all__ = [
     "CONTEXT",
@@ -143,7 +143,7 @@ class PagedAttention:
         pool: The pages.
         sites: Each attention module's place in the pool.
         tap: What the model gets as `past_key_values`; `None` for models without MLA.
-        kernels: What computes.
+        backend: Who computes it.
     """
 
     def __init__(
@@ -153,16 +153,10 @@ class PagedAttention:
         *,
         sites: Mapping[nn.Module, AttentionSite],
         tap: LatentTap | None,
-        kernels: AttentionKernels,
+        backend: AttentionBackend,
     ) -> None:
-        self._pool, self._sites, self._tap, self._kernels = pool, sites, tap, kernels
-        self._batch: PagedBatch = plan_batch(
-            inputs.page_table,
-            write_at=inputs.write_at,
-            q_lens=inputs.q_lens,
-            kv_lens=inputs.kv_lens_host,
-            page_size=pool.page_size,
-        )
+        self._pool, self._sites, self._tap = pool, sites, tap
+        self._step = backend.plan_batch(inputs, pool.page_size)
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """Write the step's keys and values, then attend to all pages."""
@@ -173,14 +167,13 @@ class PagedAttention:
             key, value = self._tap.take()
         else:
             key, value = call.key[0].transpose(0, 1), call.value[0].transpose(0, 1)
-        write_(keys, key, self._batch)
-        write_(values, value, self._batch)
-        kernels = self._kernels
+        step = self._step
+        step.write(keys, values, key, value)
         if not site.latent:
-            return kernels.paged(query, keys, values, self._batch, call.rule)[None]
+            return step.attend(query, keys, values, call.rule)[None]
         # (H, n + v, r): rows that expand a latent to a head's keys, then to its values
         expand = module.get_parameter("kv_b_proj.weight").view(query.shape[1], -1, site.key_dim)
         plain = query.shape[-1] - site.value_dim
-        latent = kernels.per_head(query[..., :plain], expand[:, :plain])
-        rows = kernels.latent(latent, query[..., plain:], keys, values, self._batch, call.rule)
-        return kernels.per_head(rows, expand[:, plain:].mT)[None]
+        latent = step.per_head(query[..., :plain], expand[:, :plain])
+        rows = step.attend_latent((latent, query[..., plain:]), keys, values, call.rule)
+        return step.per_head(rows, expand[:, plain:].mT)[None]

@@ -28,6 +28,7 @@ from tetrarch.config.resolve_model import resolve_model, resolve_serve
 from tetrarch.config.resolve_quant import resolve_quant
 from tetrarch.config.resolve_schedule import resolve_memory, resolve_schedule
 from tetrarch.config.resolve_spec import resolve_draft_quant, resolve_speculation
+from tetrarch.config.support import Finalize
 from tetrarch.core.errors import LaunchErrors, TetrarchError
 
 __all__ = ["resolve"]
@@ -94,13 +95,13 @@ def _decide(
     cache = resolve_decoded_cache(
         args, route, model=model, quant=quant, device=device, ledger=ledger
     )
+    finalize = Finalize.FUSED if args.fused_finalize else route.finalize[0]
+    experts = ExpertPlan(route=route, finalize=finalize, budget=budget, decoded_cache=cache)
     return Plan(
         model=model,
         quant=quant,
         parallel=parallel,
-        experts=ExpertPlan(
-            route=route, finalize=route.finalize[0], budget=budget, decoded_cache=cache
-        ),
+        experts=experts,
         spec=spec,
         graphs=graphs,
         memory=memory,

@@ -38,7 +38,10 @@ def resolve_route(args: LaunchArgs, quant: QuantPlan, device: Device, ledger: Le
         )
     )
     first = f"the first row for {quant.contract.name} on {device.arch}"
-    ledger.decide("moe_runner", route.runner, ASKED if asked_runner else first)
+    untried = "; compiled for this device, but never run on one"
+    why = ASKED if asked_runner else first
+    note = untried if device.arch in route.only_compiled else ""
+    ledger.decide("moe_runner", route.runner, why + note)
     one_rank = f"{first}; with one rank it sends nothing"
     ledger.decide("moe_dispatch", route.dispatch, ASKED if asked_dispatch else one_rank)
     ledger.decide("moe_wire", route.wire, f"what {route.runner} takes under {route.activations}")

@@ -24,9 +24,10 @@ __all__ = [
     "Refusal",
     "Route",
     "Wire",
+    "arch_names",
     "choose",
+    "column_of",
     "dispatch_names",
-    "markdown",
     "runner_names",
 ]
 
@@ -56,6 +57,7 @@ class Route:
     archs: frozenset[Arch]
     wire: Wire = Wire.BF16
     finalize: tuple[Finalize, ...] = (Finalize.SEPARATE,)  # first is the default
+    only_compiled: frozenset[Arch] = frozenset()  # of the archs: compiled for them, never run there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,7 @@ class Refusal:
     dispatch: str | None = None
     wire: Wire | None = None
     finalize: Finalize | None = None
+    archs: frozenset[Arch] = frozenset(Arch)
 
     def matches(self, query: Query) -> bool:
         """Whether `query` asks for exactly this."""
@@ -116,9 +119,8 @@ class Refusal:
             (self.wire, query.wire),
             (self.finalize, query.finalize),
         )
-        return query.activations in self.activations and all(
-            mine in (None, asked) for mine, asked in pairs
-        )
+        fits = query.activations in self.activations and query.arch in self.archs
+        return fits and all(mine in (None, asked) for mine, asked in pairs)
 
     @property
     def subject(self) -> str:
@@ -126,22 +128,36 @@ class Refusal:
         some = "/".join(self.activations) if len(self.activations) < len(Activations) else ""
         wire = f"{self.wire} wire" if self.wire else None
         finalize = f"{self.finalize} finalize" if self.finalize else None
-        return " x ".join(filter(None, (some, self.runner, self.dispatch, wire, finalize)))
+        what = " x ".join(filter(None, (some, self.runner, self.dispatch, wire, finalize)))
+        return what if self.archs == _ANY else f"{what} on {arch_names(self.archs)}"
 
 
 _ANY = frozenset(Arch)
+_CPU = frozenset((Arch.CPU,))
+_GPUS = _ANY - _CPU
 _Q, _A = Quantization, Activations
 _NVFP4 = (_Q.NVFP4_ONLINE, _Q.MODELOPT_FP4)
 _ALL = (*_NVFP4, _Q.NONE)
 
+_CONTRACTS = ((_A.PER_TOKEN, _NVFP4), (_A.PER_TENSOR, (_Q.MODELOPT_FP4,)), (_A.BF16, _ALL))
+_BOTH = (Finalize.SEPARATE, Finalize.FUSED)
+_UNTRIED = _GPUS - {Arch.SM90}
+
 # Order is preference: `auto` takes the first row that fits.
 SUPPORT: tuple[Route, ...] = (
-    Route(_A.PER_TOKEN, _NVFP4, "reference", "all_gather", _ANY),
-    Route(_A.PER_TENSOR, (_Q.MODELOPT_FP4,), "reference", "all_gather", _ANY),
-    Route(_A.BF16, _ALL, "reference", "all_gather", _ANY),
+    *(
+        Route(*carried, "triton", "all_gather", _GPUS, finalize=_BOTH, only_compiled=_UNTRIED)
+        for carried in _CONTRACTS
+    ),
+    *(Route(*carried, "reference", "all_gather", _ANY) for carried in _CONTRACTS),
 )
 
 _ALL_GATHER = "--moe-dispatch all_gather"
+
+
+def arch_names(archs: frozenset[Arch]) -> str:
+    """Return them in the order of their age."""
+    return ", ".join(arch for arch in Arch if arch in archs)
 
 
 def _no_runner(name: str, why: str) -> Refusal:
@@ -197,12 +213,18 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal(
         finalize=Finalize.FUSED,
-        why="no runner of tetrarch has a fused finalize yet",
+        archs=_CPU,
+        why="the reference runner, the only one on the CPU, has no fused finalize",
         fix="leave --fused-finalize out; results are summed in a fixed order",
     ),
     _no_runner("flashinfer_cutedsl", "FlashInfer's CuTe DSL kernels are not adapted yet"),
     _no_runner("cutedsl", "the CuTe DSL runner is not part of tetrarch yet"),
-    _no_runner("triton", "the Triton runner is not part of tetrarch yet"),
+    Refusal(
+        runner="triton",
+        archs=_CPU,
+        why="Triton compiles its kernels for NVIDIA GPUs alone",
+        fix="--moe-runner reference, which runs everywhere",
+    ),
     *(
         _no_runner(name, "only FlashInfer's CuTe DSL kernels will be adapted")
         for name in (
@@ -254,7 +276,7 @@ def choose(query: Query) -> Route:
 
 def _no_such_row(query: Query, what: str) -> Unsupported:
     near = [
-        f"{column} {_cell(route, column)}"
+        f"{column} {column_of(route, column)}"
         for route in SUPPORT
         for column in query.differs_in(route)
         if len(query.differs_in(route)) == 1
@@ -263,33 +285,15 @@ def _no_such_row(query: Query, what: str) -> Unsupported:
     return Unsupported(what, why="the support table has no such row", fix=fix)
 
 
-def _cell(route: Route, column: str) -> str:
+def column_of(route: Route, column: str) -> str:
+    """Return what a row has in a column, in words."""
     cells: dict[str, tuple[str, ...]] = {
         "activations": (route.activations,),
         "quantization": route.quantizations,
-        "arch": tuple(sorted(route.archs)),
+        "arch": tuple(arch for arch in Arch if arch in route.archs),
         "runner": (route.runner,),
         "dispatch": (route.dispatch,),
         "wire": (route.wire,),
         "finalize": route.finalize,
     }
     return " or ".join(cells[column])
-
-
-def markdown() -> str:
-    """Return the rows and the refusals as two tables of the reference docs."""
-    columns = ("activations", "quantization", "runner", "dispatch", "arch", "wire", "finalize")
-    rows = [
-        [
-            "everywhere" if column == "arch" and row.archs == _ANY else _cell(row, column)
-            for column in columns
-        ]
-        for row in SUPPORT
-    ]
-    refused = [[no.subject, no.why, no.fix] for no in REFUSED]
-    return "\n\n".join((_table(columns, rows), _table(("refused", "why", "instead"), refused)))
-
-
-def _table(head: tuple[str, ...], rows: list[list[str]]) -> str:
-    lines = [list(head), ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tetrarch.attention.kernels import ORDINARY, ROW_INVARIANT
+from tetrarch.attention.backends import REFERENCE, ROW_INVARIANT
 from tetrarch.attention.layer import CONTEXT, LatentTap, PagedAttention
 from tetrarch.attention.pool import KVPool
 from tetrarch.attention.types import AttentionInputs, AttentionSite
@@ -171,8 +171,8 @@ class Model:
     def _arguments(self, positions: Tensor, attn: AttentionInputs, pool: KVPool) -> dict[str, Any]:
         """Return what every layer is given."""
         tap = LatentTap() if self._is_latent else None
-        kernels = ROW_INVARIANT if self.deterministic else ORDINARY
-        context = PagedAttention(attn, pool, sites=self._site_of, tap=tap, kernels=kernels)
+        backend = ROW_INVARIANT if self.deterministic else REFERENCE
+        context = PagedAttention(attn, pool, sites=self._site_of, tap=tap, backend=backend)
         given: dict[str, Any] = dict(position_ids=positions[None], past_key_values=tap)
         return {**given, "use_cache": False, CONTEXT: context}
 

@@ -7,6 +7,11 @@ from tetrarch.core.registry import Registry
 
 __all__ = ["DISPATCHERS", "RUNNERS"]
 
-RUNNERS = Registry({"reference": "tetrarch.moe.runners.reference:ReferenceRunner"})
+RUNNERS = Registry(
+    {
+        "reference": "tetrarch.moe.runners.reference:ReferenceRunner",
+        "triton": "tetrarch.moe.runners.triton:TritonRunner",
+    }
+)
 
 DISPATCHERS = Registry({"all_gather": "tetrarch.moe.dispatch.all_gather:AllGather"})

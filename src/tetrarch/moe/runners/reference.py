@@ -30,10 +30,11 @@ from tetrarch.core.specs import TensorSpec
 from tetrarch.kernels.activation.reference import relu2, swiglu
 from tetrarch.kernels.grouped_gemm.reference import grouped_gemm
 from tetrarch.kernels.permute.reference import Permutation, finalize, permute
+from tetrarch.moe.side import SideTensors
 from tetrarch.moe.types import CanonicalExperts, Dispatched, ExpertSpec, PlainExperts
 from tetrarch.numerics import nvfp4
 from tetrarch.numerics.contract import Activations
-from tetrarch.numerics.scales import TOKEN_FACTOR, alpha
+from tetrarch.numerics.scales import TOKEN_FACTOR
 
 __all__ = ["ReferenceRunner"]
 
@@ -59,6 +60,7 @@ class ReferenceRunner:
         packed_source = _cached if self._cached else _decoded
         self._weight_of = packed_source if self._packed else _plain
         self._activations = quant.contract.activations if self._packed else Activations.BF16
+        self._side = SideTensors.of(spec, self._activations, packed=self._packed)
         recipe = quant.activation_recipe
         self._factors = {
             "gate_up": recipe.token_factor if recipe else TOKEN_FACTOR,
@@ -77,21 +79,14 @@ class ReferenceRunner:
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, (out, width) in s.matrices.items():
             if self._packed:
-                columns = len(s.parts) - 1 if name == "gate_up" else 1
                 shapes[name] = ((e, out, width // 2), torch.uint8)
                 shapes[f"{name}_block_scale"] = ((e, out, width // 16), torch.float8_e4m3fn)
-                shapes[f"{name}_scale"] = ((e, columns), _FP32)
             else:
                 shapes[name] = ((e, out, width), s.dtype)
             if self._cached:
                 shapes[f"{name}_decoded"] = ((e, width, out), torch.float16)
-            if self._activations is Activations.PER_TENSOR:
-                shapes[f"{name}_encode_scale"] = ((), _FP32)
-                shapes[f"{name}_input_scale"] = ((), _FP32)  # these two are for `unpack`
-                shapes[f"{name}_global_scale"] = (shapes[f"{name}_scale"][0], _FP32)
-            if s.has_bias:
-                shapes[f"{name}_bias"] = ((e, out), _FP32)
-        return {name: TensorSpec(*shape, s.device) for name, shape in shapes.items()}
+        specs = {name: TensorSpec(*shape, s.device) for name, shape in shapes.items()}
+        return specs | self._side.specs()
 
     def scratch_specs(self) -> Mapping[str, TensorSpec]:
         """Rows in expert order: GEMM 1's input (GEMM 2's output reuses it) and its output.
@@ -108,54 +103,25 @@ class ReferenceRunner:
 
     def pack(self, experts: CanonicalExperts | PlainExperts) -> Mapping[str, Tensor]:
         """Fold the static input scales into the weight scales, decode where a cache is kept."""
-        if isinstance(experts, CanonicalExperts) is not self._packed:
-            raise TypeError(f"this layer cannot take {type(experts).__name__}")
-        packed = {"gate_up": experts.gate_up, "down": experts.down}
+        packed = self._side.pack(experts) | {"gate_up": experts.gate_up, "down": experts.down}
         if isinstance(experts, CanonicalExperts):
-            packed |= self._pack_scales(experts)
+            packed["gate_up_block_scale"] = experts.gate_up_block_scale
+            packed["down_block_scale"] = experts.down_block_scale
             if self._cached:
                 packed |= {f"{n}_decoded": _decode_all(packed, n) for n in ("gate_up", "down")}
-        if experts.gate_up_bias is not None and experts.down_bias is not None:
-            packed["gate_up_bias"] = experts.gate_up_bias.float()
-            packed["down_bias"] = experts.down_bias.float()
         return packed
-
-    def _pack_scales(self, experts: CanonicalExperts) -> dict[str, Tensor]:
-        """Per tensor, the encode scale is `1 / input_scale` and divides the weight's scale."""
-        gate_up, down = experts.gate_up_global_scale, experts.down_global_scale.unsqueeze(1)
-        scales = {
-            "gate_up_block_scale": experts.gate_up_block_scale,
-            "down_block_scale": experts.down_block_scale,
-        }
-        if self._activations is Activations.PER_TENSOR:
-            scales["gate_up_encode_scale"] = experts.gate_up_input_scale.reciprocal()
-            scales["down_encode_scale"] = experts.down_input_scale.reciprocal()
-            scales["gate_up_input_scale"] = experts.gate_up_input_scale
-            scales["down_input_scale"] = experts.down_input_scale
-            scales |= {"gate_up_global_scale": gate_up, "down_global_scale": down}
-            gate_up = alpha(gate_up, scales["gate_up_encode_scale"])
-            down = alpha(down, scales["down_encode_scale"])
-        return scales | {"gate_up_scale": gate_up, "down_scale": down}
 
     def unpack(self, weights: Mapping[str, Tensor]) -> CanonicalExperts | PlainExperts:
         """Return what `pack` was given; folding rounds, so the folded scales are kept beside."""
-        biases: dict[str, Tensor] = {}
-        if self._spec.has_bias:
-            names = ("gate_up_bias", "down_bias")
-            biases = {name: weights[name].to(self._spec.dtype) for name in names}
+        biases = self._side.biases(weights)
         if not self._packed:
             return PlainExperts(gate_up=weights["gate_up"], down=weights["down"], **biases)
-        static = self._activations is Activations.PER_TENSOR
-        kind, one = ("global_scale" if static else "scale"), weights["gate_up_scale"].new_ones(())
         return CanonicalExperts(
             gate_up=weights["gate_up"],
             gate_up_block_scale=weights["gate_up_block_scale"],
-            gate_up_global_scale=weights[f"gate_up_{kind}"],
             down=weights["down"],
             down_block_scale=weights["down_block_scale"],
-            down_global_scale=weights[f"down_{kind}"].squeeze(1),
-            gate_up_input_scale=weights["gate_up_input_scale"] if static else one,
-            down_input_scale=weights["down_input_scale"] if static else one,
+            **self._side.scales(weights),
             **biases,
         )
 

@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportUnknownParameterType=false, reportMissingParameterType=false
+# pyright: reportUntypedFunctionDecorator=false
+# ruff: noqa: ANN001, ANN201, ANN202, N803, N806, PLR0913, PLR0915
+# (See triton_walk.py.)
+"""The kernels of paged attention. triton.py launches them and says what they are given.
+
+A *unit* is one span of one short sequence: what a program of `attend_spans` does at a time, for
+one KV head and one tile of rows. Every length is read on the device, so that one launch serves
+every batch that fits the buffers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tetrarch.kernels.attention.triton_walk import (
+    empty_sum,
+    finish,
+    load_queries,
+    merge,
+    power,
+    query_rows,
+    span,
+)
+
+__all__ = ["add_spans", "attend_prompts", "attend_spans", "list_units", "write_rows"]
+
+
+# What differs from step to step must not lead to another compilation.
+_VARYING = ("num_tokens", "num_seqs", "table_stride", "window", "short_q_len", "room")
+_UNALIGNED = ("page_table", "kv_lens", "cu_seqlens_q", "write_at", "starts", "units")
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+def write_rows(
+    key,
+    value,
+    keys,
+    values,
+    write_at,
+    num_tokens,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy TOKENS tokens' keys and values to their slots; a negative slot is skipped."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    slot = tl.load(write_at + token, mask=token < num_tokens, other=-1).to(tl.int64)
+    token = token.to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = (slot >= 0)[:, None] & (at < GROUPS * DIM)[None, :]
+    rows = token[:, None] * key_token_stride + (at // DIM * key_head_stride + at % DIM)[None, :]
+    tl.store(
+        keys + slot[:, None] * (GROUPS * DIM) + at[None, :],
+        tl.load(key + rows, mask=mask, other=0.0),
+        mask=mask,
+    )
+    mask = (slot >= 0)[:, None] & (at < GROUPS * VALUE_DIM)[None, :]
+    column = at // VALUE_DIM * value_head_stride + at % VALUE_DIM
+    rows = token[:, None] * value_token_stride + column[None, :]
+    tl.store(
+        values + slot[:, None] * (GROUPS * VALUE_DIM) + at[None, :],
+        tl.load(value + rows, mask=mask, other=0.0),
+        mask=mask,
+    )
+
+
+@triton.jit
+def _first_span(q_len, kv_len, window, SPAN: tl.constexpr):
+    """Return the span of the first key that a sequence's first new token sees."""
+    return tl.where(window > 0, tl.maximum(kv_len - q_len + 1 - window, 0) // SPAN, 0)
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+def list_units(
+    cu_seqlens_q,
+    kv_lens,
+    starts,
+    units,
+    window,
+    short_q_len,
+    room,
+    SPAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write where each sequence's units start, and every unit's sequence and span.
+
+    Program r writes sequence r's; a sequence with more than `short_q_len` new tokens, or none,
+    has no units. Units beyond `room` are dropped (the host has refused such a batch).
+    """
+    row = tl.program_id(0)
+    begin = 0
+    for at in range(0, row + 1, BLOCK):
+        other = at + tl.arange(0, BLOCK)
+        mask = other <= row
+        low = tl.load(cu_seqlens_q + other, mask=mask, other=0)
+        q_len = tl.load(cu_seqlens_q + other + 1, mask=mask, other=0) - low
+        kv_len = tl.load(kv_lens + other, mask=mask, other=0)
+        count = (kv_len + SPAN - 1) // SPAN - _first_span(q_len, kv_len, window, SPAN)
+        count = tl.where((q_len > 0) & (q_len <= short_q_len), count, 0)
+        begin += tl.sum(tl.where(other < row, count, 0))
+    q_len = tl.load(cu_seqlens_q + row + 1) - tl.load(cu_seqlens_q + row)
+    kv_len = tl.load(kv_lens + row)
+    end = begin
+    if (q_len > 0) & (q_len <= short_q_len):
+        first = _first_span(q_len, kv_len, window, SPAN)
+        count = (kv_len + SPAN - 1) // SPAN - first
+        end = begin + count
+        for at in range(0, count, BLOCK):
+            index = at + tl.arange(0, BLOCK)
+            mask = (index < count) & (begin + index < room)
+            place = units + 2 * (begin + index)
+            tl.store(place, index * 0 + row, mask=mask)
+            tl.store(place + 1, first + index, mask=mask)
+    if row == 0:
+        tl.store(starts, 0)
+    tl.store(starts + row + 1, tl.minimum(end, room))
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+def attend_spans(
+    q,
+    q_rotary,
+    keys,
+    values,
+    out,
+    partial,
+    partial_total,
+    partial_top,
+    page_table,
+    kv_lens,
+    cu_seqlens_q,
+    starts,
+    units,
+    sinks,
+    num_seqs,
+    table_stride,
+    q_token_stride,
+    q_head_stride,
+    rotary_token_stride,
+    rotary_head_stride,
+    scale,
+    window,
+    short_q_len,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    OUT_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+    OUT_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPAN: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    LATENT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Do every unit: write its sum, or the output where a sequence is one unit."""
+    GROUP: tl.constexpr = HEADS // GROUPS
+    tiles = (short_q_len * GROUP + M - 1) // M
+    work = tl.load(starts + num_seqs) * tiles * GROUPS
+    for index in range(tl.program_id(0), work, tl.num_programs(0)):
+        group = index % GROUPS
+        tile = index // GROUPS % tiles
+        unit = index // (GROUPS * tiles)
+        row = tl.load(units + 2 * unit)
+        begin = tl.load(units + 2 * unit + 1) * SPAN
+        token_0 = tl.load(cu_seqlens_q + row)
+        q_len = tl.load(cu_seqlens_q + row + 1) - token_0
+        kv_len = tl.load(kv_lens + row)
+        if tile * M < q_len * GROUP:
+            alone = tl.load(starts + row + 1) - tl.load(starts + row) == 1
+            token, member, real, lowest, highest = query_rows(tile, q_len, kv_len, M, GROUP)
+            head = group * GROUP + member
+            position = kv_len - q_len + token
+            queries = load_queries(
+                q, token_0 + token, head, real, q_token_stride, q_head_stride, DIM, DIM_PAD
+            )
+            rotary = queries
+            if LATENT:
+                rotary = load_queries(
+                    q_rotary, token_0 + token, head, real, rotary_token_stride,
+                    rotary_head_stride, VALUE_DIM, VALUE_PAD,
+                )  # fmt: skip
+            end = tl.minimum(begin + SPAN, highest + 1)
+            if HAS_WINDOW:
+                begin = tl.maximum(begin, tl.maximum(lowest + 1 - window, 0) // N * N)
+            acc, total, top = span(
+                queries, rotary, keys + group * DIM, values + group * VALUE_DIM,
+                page_table + tl.cast(row, tl.int64) * table_stride, position, lowest, begin, end,
+                scale, window, DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, OUT_PAD, GROUPS, PAGE, M, N,
+                LATENT, HAS_WINDOW, PRECISION,
+            )  # fmt: skip
+            at = tl.arange(0, OUT_PAD)
+            mask = real[:, None] & (at < OUT_DIM)[None, :]
+            if alone:
+                sink = total
+                if HAS_SINKS:
+                    sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+                result = finish(acc, total, top, sink, HAS_SINKS)
+                rows = ((token_0 + token).to(tl.int64) * HEADS + head) * OUT_DIM
+                tl.store(
+                    out + rows[:, None] + at[None, :], result.to(out.dtype.element_ty), mask=mask
+                )
+            else:
+                rows = (tl.cast(unit, tl.int64) * short_q_len + token) * HEADS + head
+                tl.store(partial + (rows * OUT_DIM)[:, None] + at[None, :], acc, mask=mask)
+                tl.store(partial_total + rows, total, mask=real)
+                tl.store(partial_top + rows, top, mask=real)
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+def add_spans(
+    out,
+    partial,
+    partial_total,
+    partial_top,
+    kv_lens,
+    cu_seqlens_q,
+    starts,
+    sinks,
+    window,
+    short_q_len,
+    HEADS: tl.constexpr,
+    OUT_DIM: tl.constexpr,
+    OUT_PAD: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Add the sums of a token's spans, in order: BLOCK heads of one token of one sequence."""
+    row, token = tl.program_id(0), tl.program_id(1)
+    start = tl.load(starts + row)
+    count = tl.load(starts + row + 1) - start
+    token_0 = tl.load(cu_seqlens_q + row)
+    q_len = tl.load(cu_seqlens_q + row + 1) - token_0
+    if (count > 1) & (token < q_len):
+        kv_len = tl.load(kv_lens + row)
+        last = (kv_len - q_len + token) // SPAN
+        count = tl.minimum(count, last + 1 - _first_span(q_len, kv_len, window, SPAN))
+        head = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+        real = head < HEADS
+        at = tl.arange(0, OUT_PAD)
+        mask = real[:, None] & (at < OUT_DIM)[None, :]
+        rows = (start.to(tl.int64) * short_q_len + token) * HEADS + head
+        stride = short_q_len * HEADS
+        acc, total, top = empty_sum(BLOCK, OUT_PAD)
+        for index in range(0, count):
+            here = tl.load(partial_top + rows + index * stride, mask=real, other=float("-inf"))
+            top = tl.maximum(top, here)
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        for first in range(0, count, UNROLL):
+            for step in tl.static_range(UNROLL):  # so that many loads are under way
+                index = first + step
+                there = real & (index < count)
+                place = rows + index * stride
+                part_top = tl.load(partial_top + place, mask=there, other=float("-inf"))
+                weight = power(part_top - safe)
+                total += tl.load(partial_total + place, mask=there, other=0.0) * weight
+                part = tl.load(
+                    partial + (place * OUT_DIM)[:, None] + at[None, :],
+                    mask=mask & (index < count),
+                    other=0.0,
+                )
+                acc += part * weight[:, None]
+        sink = total
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+        result = finish(acc, total, top, sink, HAS_SINKS)
+        target = ((token_0 + token).to(tl.int64) * HEADS + head) * OUT_DIM
+        tl.store(out + target[:, None] + at[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+def attend_prompts(
+    q,
+    q_rotary,
+    keys,
+    values,
+    out,
+    page_table,
+    kv_lens,
+    cu_seqlens_q,
+    sinks,
+    num_seqs,
+    table_stride,
+    q_token_stride,
+    q_head_stride,
+    rotary_token_stride,
+    rotary_head_stride,
+    scale,
+    window,
+    short_q_len,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    OUT_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+    OUT_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPAN: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    LATENT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    IN_SPANS: tl.constexpr,
+):
+    """Attend with one tile of a long sequence's rows, for one KV head.
+
+    Sequence r's tiles are numbered from `cu_seqlens_q[r] * GROUP // M + r`, which leaves each at
+    least as many as it needs. The last ones, which see most keys, run first.
+    """
+    GROUP: tl.constexpr = HEADS // GROUPS
+    group = tl.program_id(0)
+    index = tl.num_programs(1) - 1 - tl.program_id(1)
+    row = 0
+    after = num_seqs
+    while after - row > 1:
+        middle = (row + after) // 2
+        if tl.load(cu_seqlens_q + middle) * GROUP // M + middle <= index:
+            row = middle
+        else:
+            after = middle
+    token_0 = tl.load(cu_seqlens_q + row)
+    q_len = tl.load(cu_seqlens_q + row + 1) - token_0
+    kv_len = tl.load(kv_lens + row)
+    tile = index - (token_0 * GROUP // M + row)
+    if (q_len > short_q_len) & (tile * M < q_len * GROUP):
+        token, member, real, lowest, highest = query_rows(tile, q_len, kv_len, M, GROUP)
+        head = group * GROUP + member
+        position = kv_len - q_len + token
+        queries = load_queries(
+            q, token_0 + token, head, real, q_token_stride, q_head_stride, DIM, DIM_PAD
+        )
+        rotary = queries
+        if LATENT:
+            rotary = load_queries(
+                q_rotary, token_0 + token, head, real, rotary_token_stride, rotary_head_stride,
+                VALUE_DIM, VALUE_PAD,
+            )  # fmt: skip
+        pages = page_table + tl.cast(row, tl.int64) * table_stride
+        begin = 0
+        end = highest + 1
+        if HAS_WINDOW:
+            begin = tl.maximum(lowest + 1 - window, 0) // N * N
+        if IN_SPANS:
+            acc, total, top = empty_sum(M, OUT_PAD)
+            for number in range(begin // SPAN, (end + SPAN - 1) // SPAN):
+                part, part_total, part_top = span(
+                    queries, rotary, keys + group * DIM, values + group * VALUE_DIM, pages,
+                    position, lowest, tl.maximum(begin, number * SPAN),
+                    tl.minimum(end, number * SPAN + SPAN), scale, window, DIM, VALUE_DIM, DIM_PAD,
+                    VALUE_PAD, OUT_PAD, GROUPS, PAGE, M, N, LATENT, HAS_WINDOW, PRECISION,
+                )  # fmt: skip
+                acc, total, top = merge(acc, total, top, part, part_total, part_top)
+        else:
+            acc, total, top = span(
+                queries, rotary, keys + group * DIM, values + group * VALUE_DIM, pages, position,
+                lowest, begin, end, scale, window, DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, OUT_PAD,
+                GROUPS, PAGE, M, N, LATENT, HAS_WINDOW, PRECISION,
+            )  # fmt: skip
+        sink = total
+        if HAS_SINKS:
+            sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        result = finish(acc, total, top, sink, HAS_SINKS)
+        at = tl.arange(0, OUT_PAD)
+        rows = ((token_0 + token).to(tl.int64) * HEADS + head) * OUT_DIM
+        tl.store(
+            out + rows[:, None] + at[None, :],
+            result.to(out.dtype.element_ty),
+            mask=real[:, None] & (at < OUT_DIM)[None, :],
+        )
