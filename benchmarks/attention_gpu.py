@@ -8,14 +8,17 @@ one latent of 512 + 64) in microseconds a layer and as a share of the read ceili
 run measures; prompts in TFLOP/s beside torch's SDPA. Pages lie in random order. Times are replays
 of a CUDA graph that walks through several layers, so that a layer's keys are not in the cache.
 Every number is checked against FP32 first, and bits where they must be equal. `--sweep` tries
-other tiles and spans.
+other tiles and spans instead.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
+import multiprocessing
+import os
 import platform
 import re
 import statistics
@@ -23,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -30,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
 import triton
@@ -37,6 +42,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from compile_only import compile_for
 from tetrarch.core.errors import TetrarchError
 from tetrarch.kernels.attention import triton as paged
 from tetrarch.kernels.attention.reference import ScoreRule
@@ -304,46 +310,99 @@ def bits(layer: Layer, limits: Any) -> dict[str, bool]:
 
 @contextmanager
 def tile(choice: Any) -> Iterator[None]:
-    """Make every decode use this tile."""
-    before = paged.span_tile
-    paged.span_tile = lambda *_, **__: choice
+    """Make every step use this tile."""
+    before = paged.span_tile, paged.prompt_tile
+    paged.span_tile = paged.prompt_tile = lambda *_, **__: choice
     try:
         yield
     finally:
-        paged.span_tile = before
+        paged.span_tile, paged.prompt_tile = before
+
+
+SHAPES = ((1, 32768), (8, 8192), (64, 1024))
+TILES = (  # rows x keys, warps, stages
+    (GQA, 16, "64x64w4s3 64x64w4s2 64x32w4s4 16x64w4s3 16x64w4s2 16x32w4s4 16x32w2s4"),
+    (GQA, 64, "64x64w4s3 64x64w4s2 64x32w4s4 16x64w4s3 16x64w4s2 16x32w4s4 16x64w2s3"),
+    (MLA, 64, "64x32w8s3 64x64w8s2 64x32w8s2 64x64w8s1"),
+)
+SPANS = (256, 512)
+PROMPT_TILES = "128x64w8s3 128x64w8s2 128x64w4s3 64x64w4s3 128x32w8s4 128x128w8s2"
+
+
+def tile_of(name: str) -> Any:
+    """Return the tile that the name says."""
+    return paged.Tile(*map(int, re.findall(r"\d+", name)))
+
+
+def compile_choice(job: tuple[str, int, str, int, int]) -> None:
+    """Compile what one choice launches, into Triton's cache, without the GPU."""
+    global GPU  # of a process of its own
+
+    name, page, choice, span, q_len = job
+    GPU = torch.device("meta")
+    compile_for(90)
+    layer = GQA if name == GQA.name else MLA
+    limits = paged.SplitLimits(**LIMITS, span=span)
+    with tile(tile_of(choice)):
+        Step(layer, [(q_len, 900)] * 2, page=page, layers=1, limits=limits).run()
+
+
+def compile_ahead() -> None:
+    """Compile all choices in as many processes as there are cores."""
+    jobs = [
+        (layer.name, page, choice, span, 1)
+        for layer, page, tiles in TILES
+        for choice in tiles.split()
+        for span in SPANS
+    ]
+    jobs += [(GQA.name, 64, choice, 512, 300) for choice in PROMPT_TILES.split()]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=context) as pool:
+        list(pool.map(compile_choice, jobs))
 
 
 def sweep(limits: Any, ceiling: float) -> list[dict[str, Any]]:
-    """Try tiles, spans and numbers of programs on four decode shapes."""
-    cores = limits.num_programs // 2
-    table = (
-        (GQA, 16, "16x64w4s3 64x64w4s3 64x32w4s4 64x128w8s2 16x128w4s3"),
-        (GQA, 64, "16x64w4s3 64x64w4s3 64x64w4s4 64x32w4s4 16x32w2s5"),
-        (MLA, 64, "64x32w8s3 64x32w8s2 64x64w8s2 32x32w4s3 16x32w4s4"),
-    )
+    """Try tiles, spans and numbers of programs: microseconds of each shape."""
     rows: list[dict[str, Any]] = []
-    for layer, page, tiles in table:
-        for number, name in enumerate(tiles.split()):
-            choice = paged.Tile(*map(int, re.findall(r"\d+", name)))
-            for span in (256, 512, 1024) if number < 2 else (512,):
-                for programs in (1, 2, 4):
-                    for shape in ((1, 32768), (64, 8192)):
-                        cut = replace(limits, span=span, num_programs=programs * cores)
-                        try:
-                            with tile(choice):
-                                row = decode(layer, shape, page=page, limits=cut)
-                        except (triton.runtime.errors.OutOfResources, TetrarchError) as error:
-                            print(f"{name}: {str(error).splitlines()[0]}")
-                            break
-                        row |= {"tile": name, "span": span, "programs": programs}
-                        rows.append(row)
-                        print(
-                            f"{layer.name:18} page {page:3} tile {name:10} "
-                            f"span {span:4} x{programs} {shape[0]:3} x {shape[1]:5} "
-                            f"{row['us']:8.1f} us {row['tb_s'] * 1e12 / ceiling:5.0%} "
-                            f"error {row['error']:.3f}",
-                            flush=True,
-                        )
+    for (layer, page, tiles), span in itertools.product(TILES, SPANS):
+        cut = replace(limits, span=span)
+        steps = [
+            Step(layer, lens, page=page, layers=layers_for(layer, lens), limits=cut)
+            for lens in ([(1, keys - row % 7) for row in range(many)] for many, keys in SHAPES)
+        ]
+        for name, programs in itertools.product(tiles.split(), (1, 2, 3, 4)):
+            cells: list[str] = []
+            try:
+                with tile(tile_of(name)):
+                    error = steps[0].error() if programs == 1 else 0.0
+                    for step in steps:
+                        many = programs * limits.num_programs // 2
+                        step.limits = replace(step.limits, num_programs=many)
+                        us = time_graph(step.run, 0.02) / len(step.pools) * 1e6
+                        size = layer.bytes_per_key * sum(kv for _, kv in step.lens)
+                        share = size / us * 1e6 / ceiling
+                        cells.append(f"{us:8.1f} {share:4.0%}")
+                        rows.append(
+                            {
+                                "layer": layer.name, "page": page, "span": span, "tile": name,
+                                "programs": programs, "streams": len(step.lens), "us": us,
+                                "of_ceiling": share,
+                            }
+                        )  # fmt: skip
+            except (triton.runtime.errors.OutOfResources, TetrarchError) as problem:
+                print(f"{name}: {str(problem).splitlines()[0]}")
+                break
+            words = f"page {page:3} span {span:4} {name:10} x{programs}"
+            print(f"{layer.name:17} {words} {' '.join(cells)}  error {error:.3f}", flush=True)
+    for name in PROMPT_TILES.split():
+        try:
+            with tile(tile_of(name)):
+                row = prompts(GQA, (1, 8192), page=64, limits=limits)
+        except (triton.runtime.errors.OutOfResources, TetrarchError) as problem:
+            print(f"{name}: {str(problem).splitlines()[0]}")
+            continue
+        rows.append(row | {"tile": name})
+        print(f"prompt of 8192, page 64, {name:11} {row['tflop_s']:5.0f} TFLOP/s", flush=True)
     return rows
 
 
@@ -367,7 +426,7 @@ def machine() -> dict[str, Any]:
 def main() -> None:
     """Check, measure, print a table, and write JSON where asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sweep", action="store_true", help="try other tiles as well")
+    parser.add_argument("--sweep", action="store_true", help="try other tiles instead")
     parser.add_argument("--json", type=Path, help="write the result to this file")
     args = parser.parse_args()
     began = time.perf_counter()
@@ -377,7 +436,14 @@ def main() -> None:
     print("bits equal:", result["bits"], flush=True)
     ceiling = read_ceiling()
     result["read_ceiling_tb_s"] = ceiling / 1e12
-    print(f"read ceiling {ceiling / 1e12:.2f} TB/s")
+    print(f"read ceiling {ceiling / 1e12:.2f} TB/s, {time.perf_counter() - began:.0f} s")
+    if args.sweep:
+        compile_ahead()
+        print(f"compiled after {time.perf_counter() - began:.0f} s", flush=True)
+        result["sweep"] = sweep(limits, ceiling)
+        write(result, args.json)
+        print(f"{time.perf_counter() - began:.0f} s in all")
+        return
     result["decode"], result["prompts"] = [], []
     for layer, page in ((GQA, 16), (GQA, 64), (MLA, 16), (MLA, 64)):
         for shape in GRID:
@@ -406,13 +472,16 @@ def main() -> None:
                     f"{row['error']:6.3f}",
                     flush=True,
                 )
-    if args.sweep:
-        result["sweep"] = sweep(limits, ceiling)
     worst = max(row["error"] for name in ("decode", "prompts") for row in result[name])
     result["seconds"] = time.perf_counter() - began
     print(f"worst error {worst:.3f} of the root mean square; {result['seconds']:.0f} s")
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    write(result, args.json)
+
+
+def write(result: dict[str, Any], path: Path | None) -> None:
+    """Write the result where it was asked for."""
+    if path is not None:
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -415,14 +415,30 @@ def candidates(tokens: int) -> list[Tile]:
         16: [(64, 4, w, s) for w, s in ((4, 2), (4, 3), (4, 4))]
         + [(64, 2, 4, 4), (64, 2, 4, 6), (128, 2, 4, 4), (128, 4, 8, 3), (128, 2, 8, 4)],
         32: [(64, 2, 4, 3), (64, 2, 4, 5), (64, 4, 4, 3), (128, 2, 8, 4), (128, 2, 4, 4)],
-        64: [(64, 1, 4, 4), (64, 2, 4, 3), (128, 1, 4, 4), (128, 1, 8, 4), (128, 2, 8, 3)],
-        128: [(128, 1, 8, 3), (128, 1, 8, 4), (128, 2, 8, 2), (128, 2, 8, 3), (64, 1, 4, 4)],
-        256: [(128, 1, 8, 3), (128, 1, 8, 4), (64, 1, 4, 3)],
+        64: [
+            (64, 1, 4, 4),
+            (64, 2, 4, 3),
+            (128, 1, 4, 4),
+            (128, 1, 8, 4),
+            (128, 2, 8, 3),
+            (128, 1, 8, 3),
+            (128, 2, 8, 2),
+            (128, 1, 8, 6),
+        ],
+        128: [
+            (128, 1, 8, 3),
+            (128, 1, 8, 4),
+            (128, 1, 8, 5),
+            (128, 2, 8, 2),
+            (128, 2, 8, 3),
+            (64, 1, 4, 3),
+            (64, 1, 4, 4),
+            (64, 2, 4, 2),
+            (64, 2, 4, 3),
+        ],
+        256: [(128, 1, 8, 3), (128, 1, 8, 4), (64, 1, 4, 3), (64, 2, 4, 2)],
     }
-    found = [Tile(rows, tokens, q, w, s, ptx=True) for rows, q, w, s in tiles[tokens]]
-    if tokens in (64, 128):
-        found += [replace(tile, registers=128) for tile in found[2:4]]
-    return found
+    return [Tile(rows, tokens, q, w, s, ptx=True) for rows, q, w, s in tiles[tokens]]
 
 
 def fitting(spec: ExpertSpec, name: str, tokens: int) -> list[Tile]:

@@ -76,9 +76,10 @@ class Row:
 class Bench:
     """Measures, prints and keeps rows."""
 
-    def __init__(self) -> None:
-        """Measure the ceiling."""
+    def __init__(self, words: Sequence[str] = ()) -> None:
+        """Measure the ceiling; with `words`, only kernels whose names have one of them."""
         self.rows: list[Row] = []
+        self.words = words
         big = torch.empty(1 << 29, dtype=BF16, device="cuda")
         target = torch.empty_like(big)
         self.ceiling = 2 * big.nbytes / time_of([lambda: torch.neg(big, out=target)], repeat=10)
@@ -91,6 +92,8 @@ class Bench:
         check: Callable[..., bool],
     ) -> None:
         """Check one launch with `check(*tensors)`, then time as many as are beyond the L2 cache."""
+        if self.words and not any(word in kernel for word in self.words):
+            return
         first = make()
         first.run()
         equal = check(*first.tensors)
@@ -288,10 +291,11 @@ def main() -> None:
     """Print the table, and write it where asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sweep", action="store_true", help="also try other program shapes")
+    parser.add_argument("--only", nargs="+", default=(), help="kernels with these words")
     parser.add_argument("--json", type=Path, help="write the result to this file")
     args = parser.parse_args()
     torch.manual_seed(0)
-    bench = Bench()
+    bench = Bench(args.only)
     print(f"copy ceiling {bench.ceiling / 1e9:.0f} GB/s on {torch.cuda.get_device_name()}")
     bench_all(bench)
     found = sweep(bench) if args.sweep else {}

@@ -3,8 +3,9 @@
 
 Version 3.6 departs from it in ways that our kernels can see. FP32 is cut off where BF16 should be
 rounded to nearest even, BF16's subnormals are widened to other numbers, `minimum` and `maximum`
-return NaN where one operand is, though the device returns the other operand, and `dot` multiplies
-the bits of BF16 as integers. Loops over bounds that a kernel computed fail with numpy >= 2.4.
+return NaN where one operand is, though the device returns the other operand, `fma` rounds the
+product, and `dot` multiplies the bits of BF16 as integers. Loops over bounds that a kernel computed
+fail with numpy >= 2.4.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ def _convert_float(data: Any, source: Any, target: Any, rounding: object) -> Any
     bits = {8: torch.uint8, 16: torch.int16, 32: torch.int32}[target.primitive_bitwidth]
     unsigned = {8: np.uint8, 16: np.uint16, 32: np.uint32}[target.primitive_bitwidth]
     return values.to(_DTYPES[target.name]).view(bits).numpy().view(unsigned)
+
+
+def _fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+    """Stand in for `InterpreterBuilder.create_fma`: FP64 holds FP32's products."""
+    wide = [np.asarray(part.data, dtype=np.float64) for part in (x, y, z)]
+    return type(z)((wide[0] * wide[1] + wide[2]).astype(z.data.dtype), z.dtype.scalar)
 
 
 def _dot(self: Any, a: Any, b: Any, d: Any, *_: object) -> Any:
@@ -65,6 +72,7 @@ def repair() -> None:
     builder = interpreter.InterpreterBuilder
     builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
     builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    builder.create_fma = _fma
     builder.create_dot = _dot
     patch = interpreter._patch_lang_tensor
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check and time the Triton kernels on this machine's GPU, in one go.
 
-    python tools/check_triton.py [--out FOLDER] [--only quantize_gpu attention_gpu] [--no-tests]
+    python tools/check_triton.py [--out FOLDER] [--tests ARGS] [--run "attention_gpu --sweep" ...]
 
 Runs the tests marked `gpu`, then each benchmark in a process of its own; one that fails does not
 stop the next. Results land as JSON in the folder; the summary and the exit status come last.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -35,19 +36,18 @@ def main() -> None:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("check_triton"), help="folder of results")
-    parser.add_argument("--only", nargs="+", default=list(BENCHMARKS), choices=BENCHMARKS)
-    parser.add_argument("--no-tests", action="store_true")
+    parser.add_argument("--tests", default="--tb=short", help="pytest's arguments; empty: none")
+    parser.add_argument("--run", action="append", help="a benchmark and its arguments")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     summary: list[str] = []
-    if not args.no_tests:
-        tests = ["-m", "pytest", "-m", "gpu", "--tb=short", "--maxfail=20", *TESTS]
+    if args.tests:
+        tests = ["-m", "pytest", "-m", "gpu", *shlex.split(args.tests), *TESTS]
         summary.append(run("tests", tests))
-    for name in args.only:
-        script = Path("benchmarks") / f"{name}.py"
-        if (ROOT / script).exists():
-            out = (args.out / f"{name}.json").resolve()
-            summary.append(run(name, [str(script), "--json", str(out)]))
+    for number, line in enumerate(args.run or BENCHMARKS):
+        name, *rest = shlex.split(line)
+        out = (args.out / f"{name}_{number}.json").resolve()
+        summary.append(run(name, [f"benchmarks/{name}.py", *rest, "--json", str(out)]))
     print("\n" + "\n".join(summary))
     sys.exit(any("FAILED" in line for line in summary))
 

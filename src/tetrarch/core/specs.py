@@ -29,11 +29,17 @@ class TensorSpec:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def mismatch(self, value: Tensor) -> str | None:
-        """Say in words how `value` differs, or return `None`."""
+        """Say in words how `value` differs, or return `None`.
+
+        A device without an index is any of its kind: `cuda` allocates on `cuda:0`.
+        """
+        device = value.device
+        if self.device == torch.device(device.type):
+            device = self.device
         for what, want, got in (
             ("shape", self.shape, tuple(value.shape)),
             ("dtype", self.dtype, value.dtype),
-            ("device", self.device, value.device),
+            ("device", self.device, device),
         ):
             if want != got:
                 return f"{what} is {got}, expected {want}"

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -20,13 +19,13 @@ tl = triton.language
 
 
 @triton.jit
-def _powers(exponents: Any, out: Any, SIZE: tl.constexpr) -> None:  # noqa: N803
+def _powers(exponents, out, SIZE: tl.constexpr):  # noqa: ANN001, ANN202, N803
     at = tl.arange(0, SIZE)
     tl.store(out + at, walk.power(tl.load(exponents + at)))
 
 
 @triton.jit
-def _merge_all(parts: Any, totals: Any, tops: Any, out: Any, COUNT: tl.constexpr) -> None:  # noqa: N803
+def _merge_all(parts, totals, tops, out, COUNT: tl.constexpr):  # noqa: ANN001, ANN202, N803
     at = tl.arange(0, 16)
     acc, total, top = walk.empty_sum(16, 16)
     for index in range(COUNT):

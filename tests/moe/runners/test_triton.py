@@ -457,12 +457,12 @@ def test_a_real_models_layer_equals_the_reference_and_replays_as_a_graph(
     torch.manual_seed(0)
     weights = random_experts(spec, quant)
     mine = Loaded.of(
-        triton.TritonRunner(spec, plan(quant, rows=512), quant, ignored=False), weights
+        triton.TritonRunner(spec, plan(quant, rows=4096), quant, ignored=False), weights
     )
     reference = Loaded.of(
-        ReferenceRunner(spec, plan(quant, rows=512), quant, ignored=False), weights
+        ReferenceRunner(spec, plan(quant, rows=4096), quant, ignored=False), weights
     )
-    for count in (1, 512):
+    for count in (1, 512, 4096):
         x = torch.randn(count, hidden, device="cuda").bfloat16()
         scores = torch.rand(count, experts, device="cuda").softmax(-1)
         topk_weights, ids = scores.topk(top_k)
@@ -471,8 +471,9 @@ def test_a_real_models_layer_equals_the_reference_and_replays_as_a_graph(
         graph, static = torch.cuda.CUDAGraph(), (x, ids.int(), topk_weights.float())
         with torch.cuda.graph(graph):
             replayed = mine(*static)
-        graph.replay()
-        assert torch.equal(replayed, ours)
+        for _ in range(8):  # registers or memory that are written too early show seldom
+            graph.replay()
+            assert torch.equal(replayed, ours)
 
 
 def test_the_table_has_a_row_of_every_contract_for_every_gpu() -> None:

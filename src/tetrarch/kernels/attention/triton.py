@@ -430,7 +430,7 @@ def _attend(
         add_spans[(len(batch.kv_lens), limits.short_q_len, ceil_div(heads, block))](
             out, *sums, *lens[1:], starts, sinks, window, limits.short_q_len,
             HEADS=heads, OUT_DIM=out_dim, OUT_PAD=shared["OUT_PAD"], SPAN=limits.span,
-            BLOCK=block, UNROLL=8, HAS_SINKS=shared["HAS_SINKS"], num_warps=4,
+            BLOCK=block, UNROLL=4 * block, HAS_SINKS=shared["HAS_SINKS"], num_warps=4,
             enable_fp_fusion=False,
         )  # fmt: skip
     if batch.has_long:

@@ -259,9 +259,12 @@ def add_spans(
         rows = (start.to(tl.int64) * short_q_len + token) * HEADS + head
         stride = short_q_len * HEADS
         acc, total, top = empty_sum(BLOCK, OUT_PAD)
-        for index in range(0, count):
-            here = tl.load(partial_top + rows + index * stride, mask=real, other=float("-inf"))
-            top = tl.maximum(top, here)
+        for first in range(0, count, 64):  # at once, not one wait for memory after the other
+            index = first + tl.arange(0, 64)
+            place = partial_top + rows[:, None] + (index * stride)[None, :]
+            mask_2d = real[:, None] & (index < count)[None, :]
+            here = tl.load(place, mask=mask_2d, other=float("-inf"))
+            top = tl.maximum(top, tl.max(here, 1))
         safe = tl.where(top == float("-inf"), 0.0, top)
         for first in range(0, count, UNROLL):
             for step in tl.static_range(UNROLL):  # so that many loads are under way

@@ -37,7 +37,7 @@ _PACKED = {
     16: Tile(64, 16, k_blocks=4, warps=4, stages=3),
     32: Tile(64, 32, k_blocks=2, warps=4, stages=4),
     64: Tile(128, 64, k_blocks=1, warps=4, stages=4),
-    128: Tile(128, 128, k_blocks=1, warps=8, stages=4),
+    128: Tile(128, 128, k_blocks=1, warps=8, stages=4, registers=128),
 }
 _PLAIN = {
     16: Tile(64, 16, k_blocks=2, warps=4, stages=4),

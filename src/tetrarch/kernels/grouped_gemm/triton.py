@@ -102,6 +102,19 @@ def _ptx_products(words, s0, s1, s2, s3):
 
 
 @triton.jit
+def _settled(sums):
+    """Return sums as they are, once they are there.
+
+    Triton lets the next step's decoding run while the tensor core works, and the compiler gives it
+    the very registers that hold the weights being multiplied: it takes them for free. A use of
+    the sums in between makes it wait.
+    """
+    return tl.inline_asm_elementwise(
+        "mov.f32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def _product(sign, magnitude, scale):
     """Return `code * block_scale` in FP32: the bits are exponents and mantissas, rebased."""
     code = (sign << 31 | magnitude << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
@@ -195,6 +208,7 @@ def _grouped_gemm(
     LIMIT: tl.constexpr,
     ROUND: tl.constexpr,
     PTX: tl.constexpr,
+    SETTLE: tl.constexpr,
 ):
     """Multiply one block of tokens with one tile of its expert's weight."""
     tiles: tl.constexpr = (N_STORED + BLOCK_N - 1) // BLOCK_N
@@ -233,6 +247,8 @@ def _grouped_gemm(
             weight = tl.load(w)
             w += width
         sums = tl.dot(weight, tl.trans(tokens), sums, input_precision="ieee")
+        if SETTLE:
+            sums = _settled(sums)
         x += width
     shift: tl.constexpr = 128.0 if PTX else 1.0  # the products came times 2**-7
     if bias is not None:
@@ -296,6 +312,7 @@ class Epilogue:
     round_to: torch.dtype = torch.bfloat16  # a row's dtype before it is weighed
 
 
+_COMPILED = isinstance(_grouped_gemm, triton.JITFunction)  # not interpreted
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -355,6 +372,7 @@ def grouped_gemm(
         LIMIT=None if after.limit == math.inf else after.limit,
         ROUND=_TYPES[after.round_to],
         PTX=tile.ptx,
+        SETTLE=_COMPILED and weight.block_scale is not None,
         num_warps=tile.warps,
         num_stages=tile.stages,
         maxnreg=tile.registers,
