@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tetrarch.config.budget import tokens_per_request
 from tetrarch.config.plan import SpecPlan
 
 __all__ = ["DraftLength", "DraftLengths", "best_length"]
@@ -72,7 +71,7 @@ class DraftLengths:
     """
 
     def __init__(self, spec: SpecPlan) -> None:
-        self.most = tokens_per_request(spec) - 1 if spec.adaptive else spec.num_steps
+        self.most = spec.num_steps
         self.adapts = spec.adaptive
         self.estimate = _Estimate(_PRIOR * _CERTAINTY, _CERTAINTY)
         self._num_idle = 0  # requests that began without drafts since the last that was tried
