@@ -259,7 +259,7 @@ def _two_contracts(target: QuantContract, asked: str, scan: DraftScan) -> Tetrar
     why = f"{target.quantization} binds target and draft alike"
     first = next((one for one in scan.experts.values() if one.dtype != _PACKED), None)
     if first is not None:
-        why += f": {_stored(first)}, becomes {_PACKED} {_codes_shape(first)} as the target's do"
+        why += f": {_stored(first)} and becomes {_PACKED} {_codes_shape(first)} as the target's do"
     return ConfigError(
         f"{_FLAG} {asked} contradicts --quantization {target.quantization}",
         why=why,
