@@ -54,7 +54,9 @@ def ideal(acceptance: float, cost: float = 0.35) -> float:
 
 
 @pytest.mark.parametrize("cost", [0.1, 0.35, 0.5])
-@pytest.mark.parametrize(("num_tokens", "num_requests"), [(200, 1), (50, 40), (5000, 1), (200, 50)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_requests"), [(200, 1), (20, 40), (50, 40), (5000, 1), (200, 50)]
+)
 def test_text_that_cannot_be_predicted_is_at_most_three_percent_slower(
     num_tokens: int, num_requests: int, cost: float
 ) -> None:
