@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What does speculation bring on this CPU, and does it change a word?
 
-    python benchmarks/speculation_cpu.py speed [--problems 20] [--rounds 3]
+    python benchmarks/speculation_cpu.py [speed] [--problems 20] [--rounds 5]
     python benchmarks/speculation_cpu.py text [--problems 200] [--deterministic]
 
 `speed` asks one problem at a time, prompt included, with speculation off, on and adaptive in turn,
 so that a machine whose speed drifts slows all alike; and asks for outputs at temperature 5, which
 no draft predicts. `text` asks all problems at once, off and on, under every contract, and counts
-outputs that differ (`numerics/near_tie.py`); the exit status is 1 where one is a defect.
+outputs that differ (`numerics/near_tie.py`); the exit status is 1 where one is a defect. What is
+serialized is the demo model, experts in NVFP4 and the draft in BF16, as publishers leave it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
+from importlib import resources
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from msgspec import structs
@@ -33,13 +36,17 @@ from tetrarch.commands.arithmetic.problems import Split, eval_split
 from tetrarch.llm import Logprobs, Output
 from tetrarch.numerics.near_tie import compare_greedy
 
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+from quantize_checkpoint import EXPERTS, quantize_checkpoint
+
 CONTRACTS = (
-    ("none", "bf16"),
-    ("nvfp4_online", "bf16"),
-    ("nvfp4_online", "per_token"),
-    ("modelopt_fp4", "bf16"),
-    ("modelopt_fp4", "per_tensor"),
-)
+    ("none", "bf16", False),
+    ("nvfp4_online", "bf16", False),
+    ("nvfp4_online", "per_token", False),
+    ("modelopt_fp4", "bf16", False),
+    ("modelopt_fp4", "per_tensor", False),
+    ("modelopt_fp4", "per_token", True),
+)  # quantization, activations, whether the checkpoint is serialized
 MODES: dict[str, dict[str, Any]] = {
     "off": {},
     "mtp": {"speculative_algorithm": "mtp"},
@@ -139,30 +146,51 @@ def _ratio(rates: Sequence[float], off: Sequence[float]) -> float:
 def text(asked: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row a contract: how many outputs are the same, and what the others differ in."""
     rows: list[dict[str, Any]] = []
-    for quantization, activations in CONTRACTS:
-        contract = {"quantization": quantization, "moe_activations": activations}
-        settings = {**contract, "deterministic": asked.deterministic}
-        with LLM(**settings) as llm:
-            off = _answers(llm, asked.problems)
-        with LLM(**settings, **MODES["mtp"]) as llm:
-            on = _answers(llm, asked.problems)
-        agreement = compare_greedy(
-            [output.token_ids for output in off],
-            [output.token_ids for output in on],
-            [[one.top[0][1] - one.top[1][1] for one in output.logprobs] for output in off],
-            **({"near_tie": 0.0} if asked.deterministic else {}),
-        )
-        rows.append(
-            {
-                **contract,
-                "same": agreement.num_same,
-                "near_ties": agreement.num_near_ties,
-                "defects": len(agreement.defects),
-                "accept_length": round(accept_length(on), 3),
-            }
-        )
-        print(json.dumps(rows[-1]), flush=True)
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "demo"
+        serialize(folder)
+        for quantization, activations, serialized in CONTRACTS:
+            contract = {"quantization": quantization, "moe_activations": activations}
+            model = {"model": str(folder)} if serialized else {}
+            found = compare({**contract, **model}, asked)
+            rows.append({**contract, "serialized": serialized, **found})
+            print(json.dumps(rows[-1]), flush=True)
     return rows
+
+
+def compare(settings: dict[str, Any], asked: argparse.Namespace) -> dict[str, Any]:
+    """Ask off and on; return how they agree."""
+    settings = {**settings, "deterministic": asked.deterministic}
+    with LLM(**settings) as llm:
+        off = _answers(llm, asked.problems)
+    with LLM(**settings, **MODES["mtp"]) as llm:
+        on = _answers(llm, asked.problems)
+    agreement = compare_greedy(
+        [output.token_ids for output in off],
+        [output.token_ids for output in on],
+        [[one.top[0][1] - one.top[1][1] for one in output.logprobs] for output in off],
+        **({"near_tie": 0.0} if asked.deterministic else {}),
+    )
+    return {
+        "same": agreement.num_same,
+        "near_ties": agreement.num_near_ties,
+        "defects": len(agreement.defects),
+        "accept_length": round(accept_length(on), 3),
+    }
+
+
+def serialize(folder: Path) -> None:
+    """Write the demo model as ModelOpt exports models: a draft is not among what is quantized."""
+    quantize_checkpoint(
+        Path(str(resources.files("tetrarch") / "demo_model")),
+        folder,
+        "nvfp4_modelopt",
+        which=lambda name: EXPERTS(name) and not name.startswith("mtp."),
+    )
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["ignore"] = ["mtp*"]
+    file.write_text(json.dumps(config))
 
 
 def _answers(llm: LLM, count: int) -> list[Output]:
@@ -173,7 +201,7 @@ def _answers(llm: LLM, count: int) -> list[Output]:
 def main() -> None:
     """Measure, print, write JSON; fail where a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("question", choices=("speed", "text"))
+    parser.add_argument("question", nargs="?", choices=("speed", "text"), default="speed")
     parser.add_argument("--problems", type=int, help="20 for speed, 200 for text")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--deterministic", action="store_true")

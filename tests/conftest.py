@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from tetrarch.config.args import LaunchArgs
-from tetrarch.config.checkpoint import read_checkpoint
+from tetrarch.config.cli import read_keywords
 from tetrarch.config.hardware import Arch, Device, detect
+from tetrarch.config.launch import plan_launch
 from tetrarch.config.plan import (
     ExpertPlan,
     GraphPlan,
@@ -33,7 +33,6 @@ from tetrarch.config.plan import (
     ServePlan,
     TokenBudget,
 )
-from tetrarch.config.resolve import resolve
 from tetrarch.config.support import SUPPORT, Finalize
 from tetrarch.executor.executor import Executor
 from tetrarch.models.describe import describe
@@ -139,8 +138,8 @@ def _start_rank(path: Path, **settings: Any) -> Executor:
         "page_size": 4,
         "threads": 1,
     }
-    args, folder = LaunchArgs(model=str(path), **{**small, **settings}), str(path)
-    return Executor(resolve(args, read_checkpoint(folder), describe(folder), detect("cpu")))
+    reading = read_keywords({"model": path, **small, **settings}, {})
+    return Executor(plan_launch(reading, describe=describe, device=detect("cpu")))
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,15 @@ def test_the_demo_model_solves_problems(capsys: pytest.CaptureFixture[str], tmp_
     assert json.loads((tmp_path / "score.json").read_text()) == score
 
 
+def test_with_drafts_a_score_says_how_many_tokens_a_verification_yields(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plain, drafted = _score([], capsys), _score(["--speculative-algorithm", "MTP"], capsys)
+    assert plain["spec_accept_length"] is None
+    assert 3.4 < float(str(drafted["spec_accept_length"])) <= 4
+    assert drafted["accuracy"] == plain["accuracy"] == 1.0
+
+
 def test_a_model_that_knows_nothing_scores_like_one(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, demo_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ from tetrarch.config.ledger import Ledger
 from tetrarch.config.plan import GraphPlan, ParallelPlan, Plan, SchedulePlan, SpecPlan, TokenBudget
 from tetrarch.config.resolve_schedule import resolve_schedule
 from tetrarch.core.errors import BudgetTooSmall, CapacityExceeded
+from tetrarch.engine.adaptive import DraftLengths
 
 ONE_RANK = ParallelPlan(tp=1, dp=1, ep=1)
 NO_GRAPHS = GraphPlan(max_decode_batch=0, max_prefill_tokens=0)
@@ -61,7 +62,8 @@ def budget(
 def sized(device: Device, command: str) -> TokenBudget:
     """The budget of a command line on `device`, for a model whose context is 40960.
 
-    `resolve` refuses graphs and drafts until they exist, so their plans are read off the flags.
+    `resolve` refuses graphs until they exist, and drafts of a model without an MTP layer, so their
+    plans are read off the flags.
     """
     args = parse_args(command.split(), {})
     drafts = args.speculative_num_draft_tokens
@@ -145,13 +147,13 @@ def test_case_5_an_eager_decode_batch_may_exceed_the_largest_graph() -> None:
     assert "--max-running-requests" in size.term
 
 
-def test_case_6_adaptive_speculation_may_draft_more_than_the_flag() -> None:
+def test_case_6_adaptive_speculation_never_drafts_more_than_the_flag() -> None:
+    """Elsewhere it can; here a chain grows up to the flag at most, so that both cost the same."""
     static = SpecPlan("mtp", num_steps=3, num_draft_tokens=4)
-    adaptive = replace(static, max_draft_tokens=6)
+    adaptive = replace(static, adaptive=True)
     plan = schedule(chunk=128, running=100)
-    assert budget(plan, static).per_rank == 400
-    assert budget(plan, adaptive).per_rank == 600
-    assert tokens_per_request(adaptive) == 6
+    assert tokens_per_request(adaptive) == DraftLengths(adaptive).most + 1 == 4
+    assert budget(plan, static).per_rank == budget(plan, adaptive).per_rank == 400
 
 
 def test_case_7_warm_up_batches_fit() -> None:

@@ -80,7 +80,8 @@ def test_a_scan_tells_experts_from_the_rest() -> None:
         ),
         num_layers=2,
     )
-    assert found.experts == {f"{expert}.weight": "U8"}
+    [(name, header)] = found.experts.items()
+    assert (name, header.dtype, header.shape) == (f"{expert}.weight", "U8", (4, 4))
     assert found.linears == {"BF16"}
     assert found.layers == {"mtp.layers.0.mlp.experts"}
     assert len(found.names) == 4

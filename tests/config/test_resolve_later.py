@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What later work needs is declared, and refused until it exists."""
+"""Ranks and graphs are declared, and refused until they exist; determinism is for the CPU."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 from tetrarch.config.args import LaunchArgs
 from tetrarch.config.checkpoint import Checkpoint
 from tetrarch.config.drafts import DraftCheckpoint, DraftScan
-from tetrarch.config.headers import WeightScan
+from tetrarch.config.headers import TensorHeader, WeightScan
 from tetrarch.config.plan import ModelFacts, Plan, SpecPlan
 from tetrarch.config.resolve import resolve
 from tetrarch.core.errors import CheckpointError, ConfigError, TetrarchError
@@ -27,7 +27,13 @@ BF16, NVFP4 = SourceFormat.BF16, SourceFormat.NVFP4_MODELOPT
 
 def scan(dtype: str, *, name: str = EXPERT, linear: str = "BF16") -> DraftScan:
     ours = EXPERT.removeprefix("mtp.")
-    return DraftScan({name: ours}, {name: dtype}, frozenset({linear}))
+    return DraftScan({name: ours}, {name: header(name, dtype)}, frozenset({linear}))
+
+
+def header(name: str, dtype: str) -> TensorHeader:
+    """A matrix of 32 rows and 64 values in each."""
+    shape = (32, 32) if dtype == "U8" else (32, 64)
+    return TensorHeader(name, dtype, shape, 1 << 11, "f", 0)
 
 
 @pytest.fixture(scope="session")
@@ -230,25 +236,44 @@ def test_the_checkpoints_exclusions_do_not_exempt_a_draft_but_the_operators_do(
             NVFP4,
             "BF16",
             {"speculative_draft_quantization": "modelopt_fp4"},
-            ("modelopt_fp4", EXPERT, "BF16"),
+            ("modelopt_fp4", f"{EXPERT} is stored as BF16 (32, 64)", "U8 (32, 32)"),
         ),
         (
             NVFP4,
             "U8",
             {"speculative_draft_quantization": "nvfp4_online"},
-            ("nvfp4_online", EXPERT, "serialized NVFP4"),
+            (
+                "nvfp4_online",
+                f"{EXPERT} is stored as serialized NVFP4, U8 (32, 32)",
+                "BF16 (32, 64)",
+            ),
         ),
-        (NVFP4, "U8", {"speculative_draft_quantization": "none"}, ("none", EXPERT)),
-        (BF16, "U8", {"quantization": "nvfp4_online"}, ("nvfp4_online", EXPERT)),
+        (
+            NVFP4,
+            "U8",
+            {"speculative_draft_quantization": "none"},
+            ("none", EXPERT, "U8 (32, 32)", "BF16 (32, 64)"),
+        ),
+        (
+            BF16,
+            "U8",
+            {"quantization": "nvfp4_online"},
+            ("nvfp4_online", EXPERT, "U8 (32, 32)", "BF16 (32, 64)"),
+        ),
         (
             BF16,
             "BF16",
             {"quantization": "nvfp4_online", "speculative_draft_quantization": "none"},
-            ("--speculative-draft-quantization none", "--quantization nvfp4_online", EXPERT),
+            (
+                "--speculative-draft-quantization none",
+                "--quantization nvfp4_online",
+                f"{EXPERT} is stored as BF16 (32, 64)",
+                "U8 (32, 32)",
+            ),
         ),
     ],
 )
-def test_an_override_that_contradicts_names_the_tensor_and_both(
+def test_an_override_that_contradicts_names_the_tensor_both_types_and_both_shapes(
     refused: Refusals,
     source: SourceFormat,
     draft: str,
@@ -263,7 +288,8 @@ def test_an_override_that_contradicts_names_the_tensor_and_both(
 
 def test_a_draft_in_two_formats_is_refused(refused: Refusals) -> None:
     other = EXPERT.replace("up", "down")
-    mixed = DraftScan({EXPERT: "a", other: "b"}, {EXPERT: "U8", other: "BF16"})
+    experts = {EXPERT: header(EXPERT, "U8"), other: header(other, "BF16")}
+    mixed = DraftScan({EXPERT: "a", other: "b"}, experts)
     (error,) = refused(NVFP4, mixed)
     assert EXPERT in error.why
     assert other in error.why

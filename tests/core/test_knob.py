@@ -68,6 +68,7 @@ def test_flag_and_variable_follow_from_the_name() -> None:
         ("share", "2.5e-1", 0.25),
         ("name", "auto", None),
         ("kind", "alpha", "a"),
+        ("kind", "Alpha", "a"),
         ("kind", "c", "c"),
         ("some", "x, y,,z", ("x", "y", "z")),
         ("some", "", ()),

@@ -526,7 +526,7 @@ def test_a_told_server_ends_clean(own_server: RunningServer) -> None:
     own_server.generate(input_ids=PROMPT, sampling_params=EIGHT)
     began = time.monotonic()
     assert own_server.stop() == 0
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 9  # of the ten that requests have
     assert not engine.is_running()
     assert "Traceback" not in own_server.log.read_text()
 

@@ -54,7 +54,9 @@ def ideal(acceptance: float, cost: float = 0.35) -> float:
 
 
 @pytest.mark.parametrize("cost", [0.1, 0.35, 0.5])
-@pytest.mark.parametrize(("num_tokens", "num_requests"), [(200, 1), (50, 40), (5000, 1), (200, 50)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_requests"), [(200, 1), (20, 40), (50, 40), (5000, 1), (200, 50)]
+)
 def test_text_that_cannot_be_predicted_is_at_most_three_percent_slower(
     num_tokens: int, num_requests: int, cost: float
 ) -> None:
@@ -103,12 +105,17 @@ def test_new_requests_start_from_what_the_others_have_found() -> None:
     assert lengths.current == 3
 
 
-def test_a_longer_maximum_than_the_flag_is_used_only_where_it_pays() -> None:
-    lengths = DraftLengths(SpecPlan("mtp", 1, 2, max_draft_tokens=7, adaptive=True))
-    assert lengths.most == 6
-    length = lengths.start()
-    generate(length, random.Random(1), 500, acceptance=0.99, cost=0.35)
-    assert length.current == 6
+@pytest.mark.parametrize("steps", [1, 2, 3, 6])
+def test_no_draft_is_longer_than_the_flag_however_well_it_goes(steps: int) -> None:
+    """The budget counts the flag's tokens, so that nothing may exceed it."""
+    length = DraftLengths(SpecPlan("mtp", steps, steps + 1, adaptive=True)).start()
+    seen: set[int] = set()
+    for acceptance in (0.99, 0.0, 0.99):
+        for _ in range(500):
+            seen.add(length.current)
+            generate(length, random.Random(1), 5, acceptance=acceptance, cost=0.35)
+    assert max(seen) == steps
+    assert min(seen) == 0, "it adapts"
 
 
 def test_without_adapting_the_length_is_what_was_asked_for() -> None:

@@ -139,6 +139,20 @@ def test_a_stop_string_inside_an_accepted_run_ends_at_the_same_token(
     assert fast.last("a").finish.kind == "stop"
 
 
+@pytest.mark.parametrize("at", range(9))  # twice every place in a run of four
+def test_why_an_output_ends_does_not_depend_on_where_in_a_run(make_bench: Make, at: int) -> None:
+    """The last accepted draft is the one after which nothing is left to compute."""
+    plain, fast = (make_bench(steps=steps) for steps in (0, 3))
+    tokens = plain.expected(plain.add("free", PROMPT, max_new_tokens=12))
+    for bench in (plain, fast):
+        bench.add("a", PROMPT, max_new_tokens=12, stop_token_ids=(tokens[at],))
+        bench.run()
+    assert fast.tokens("a") == plain.tokens("a")
+    assert fast.last("a").finish == plain.last("a").finish
+    assert fast.last("a").finish.kind == "stop"
+    assert fast.last("a").finish.matched == tokens[at]
+
+
 def test_end_tokens_are_banned_row_by_row(make_bench: Make) -> None:
     free = make_bench()
     tokens = free.expected(free.add("free", PROMPT, max_new_tokens=12))

@@ -38,7 +38,7 @@ def test_speculation_adds_the_widest_verification_and_work_for_the_draft(
 ) -> None:
     plan = make_plan(experts=budget(30))
     assert all(seq.draft is None for step in smoke_steps(plan, ROOM) for seq in step.seqs)
-    adapts = SpecPlan("mtp", 1, 2, max_draft_tokens=4, adaptive=True)
+    adapts = SpecPlan("mtp", 3, 4, adaptive=True)
     steps = smoke_steps(replace(plan, spec=adapts), ROOM)
     assert [step.num_tokens for step in steps] == [1, 8, 30, 28]
     wide = steps[-1]

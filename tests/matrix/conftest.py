@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -168,6 +169,23 @@ class Live:
         tokens = tuple(token for one in deltas for token in one.token_ids)
         return tokens, tuple(score for one in deltas for score in one.logprobs)
 
+    def answer(
+        self, prompts: Sequence[Sequence[int]], *, count: int
+    ) -> tuple[list[tuple[int, ...]], float]:
+        """Greedy tokens of prompts in one batch, and how many a verification yielded; 0: none."""
+        for rid, prompt in enumerate(prompts):
+            self.send(self.request(f"answer {rid}", prompt=tuple(prompt), count=count))
+        self.run()
+        said = [one for one in self.said if isinstance(one, Delta)]
+        tokens = [
+            tuple(t for one in said if one.rid == f"answer {rid}" for t in one.token_ids)
+            for rid in range(len(prompts))
+        ]
+        counts = [self.last(f"answer {rid}").acceptance for rid in range(len(prompts))]
+        known = [one for one in counts if one is not None]
+        verifies = sum(one.num_verifies for one in known)
+        return tokens, sum(one.num_tokens for one in known) / verifies if verifies else 0.0
+
     def addresses(self) -> list[dict[str, int]]:
         """Where everything lies that a captured graph may read."""
         model = vars(self.rank)["_model"]
@@ -181,14 +199,14 @@ def live(start_rank: Callable[..., Executor]) -> Callable[..., Live]:
 
     def start(path: Path, **settings: Any) -> Live:
         sizes = {"context_length": 128, "chunked_prefill_size": 16}
-        return Live(start_rank(path, **sizes, **settings))
+        return Live(start_rank(path, **{**sizes, **settings}))
 
     return start
 
 
 @pytest.fixture
 def quantized(tmp_path: Path) -> Callable[[Path], Path]:
-    """Return a writer of a checkpoint's copy whose experts are ModelOpt NVFP4."""
+    """Return a writer of a checkpoint's copy whose experts are ModelOpt NVFP4, a draft's not."""
     file = Path(__file__).parents[2] / "tools" / "quantize_checkpoint.py"
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
@@ -198,7 +216,15 @@ def quantized(tmp_path: Path) -> Callable[[Path], Path]:
 
     def write(path: Path) -> Path:
         out = tmp_path / f"{path.name} in NVFP4"
-        tool.quantize_checkpoint(path, out, "nvfp4_modelopt", which=tool.EXPERTS)
+        tool.quantize_checkpoint(
+            path,
+            out,
+            "nvfp4_modelopt",
+            which=lambda name: tool.EXPERTS(name) and not name.startswith("mtp."),
+        )
+        config = json.loads((out / "config.json").read_text())
+        config["quantization_config"]["ignore"] = ["mtp*"]
+        (out / "config.json").write_text(json.dumps(config))
         return out
 
     return write

@@ -82,7 +82,9 @@ def logits_of(model: Model, seqs: Sequence[list[int]], steps: list[Chunks]) -> T
     return torch.cat(found)
 
 
-def parted(model: Model, *, vocab_size: int = 256) -> list[str]:
+def parted(
+    model: Model, *, vocab_size: int = 256, sizes: Sequence[int] = (2, 7, 33, 64)
+) -> list[str]:
     """Return the names of the runs in which a sequence's logits are not those of it alone."""
     torch.manual_seed(0)
     one = tokens(LENGTH, 1, vocab_size)
@@ -95,7 +97,7 @@ def parted(model: Model, *, vocab_size: int = 256) -> list[str]:
         "four known tokens at a time": ([one], [[(0, LENGTH - 43)], *by_four, [(0, 3)]]),
         "in twos, threes and sevens": ([one], [[(0, n)] for n in (33, 2, 3, 7, 2, 3, 7, 19)]),
     }
-    for size in (2, 7, 33):
+    for size in sizes:
         lens = [1 + 11 * i % 50 for i in range(1, size)]
         seqs = [one, *(tokens(n + 8, n, vocab_size) for n in lens)]
         prompts: Chunks = [*enumerate(lens, 1)]
@@ -145,6 +147,35 @@ def test_an_ordinary_model_fails_that_test(
     make: Callable[..., Model], tiny_checkpoint: Callable[..., Any], dtype: str
 ) -> None:
     assert parted(make(tiny_checkpoint("qwen3_moe").path, dtype=dtype, deterministic=False))
+
+
+@pytest.mark.parametrize("count", [1, 3, 33])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "model.layers.1.input_layernorm",
+        "model.layers.1.self_attn",
+        "model.layers.1.mlp.gate",
+        "model.layers.1.mlp.experts",
+        "model.norm",
+        "lm_head",
+    ],
+)
+def test_one_part_that_is_a_millionth_off_in_one_company_is_noticed(
+    make: Callable[..., Model], tiny_checkpoint: Callable[..., Any], part: str, count: int
+) -> None:
+    """8 units in the last place of FP32, in forwards of so many rows only."""
+
+    def off(_module: nn.Module, _arguments: object, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return tuple(off(_module, _arguments, one) for one in output)
+        if output is None or output.dtype != torch.float32:
+            return output
+        return output * (1 + 2**-20) if output.flatten(0, -2).shape[0] == count else output
+
+    model = make(tiny_checkpoint("qwen3_moe", num_hidden_layers=2).path)
+    model.hf.get_submodule(part).register_forward_hook(off)
+    assert parted(model, sizes=())
 
 
 @pytest.mark.parametrize(

@@ -196,8 +196,8 @@ class ModelArgs:
     deterministic: Annotated[
         bool,
         Knob(
-            "Same request, same bits, whatever else runs beside it; on the CPU, at about half the "
-            "speed",
+            "Same request, same bits, whatever else runs beside it; on the CPU, two to "
+            "three times slower",
             also=(
                 Alias("--enable-deterministic-inference"),
                 Alias("SGLANG_ENABLE_DETERMINISTIC_INFERENCE"),

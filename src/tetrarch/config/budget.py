@@ -21,8 +21,11 @@ __all__ = ["max_step_tokens", "prompt_allowance", "token_budget", "tokens_per_re
 
 
 def tokens_per_request(spec: SpecPlan | None) -> int:
-    """Return the most tokens a running request contributes to one step."""
-    return max(spec.num_draft_tokens, spec.max_draft_tokens, 1) if spec else 1
+    """Return the most tokens a running request contributes to one step.
+
+    An adaptive number of drafts only ever shrinks, so that it does not matter here.
+    """
+    return max(spec.num_draft_tokens, 1) if spec else 1
 
 
 def prompt_allowance(schedule: SchedulePlan, *, num_decodes: int, head_tokens: int) -> int:

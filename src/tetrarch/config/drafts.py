@@ -88,12 +88,12 @@ class DraftScan:
 
     Attributes:
         names: Checkpoint's name of each tensor → ours.
-        experts: Name of each expert matrix → its type, as the format names it.
+        experts: Name of each expert matrix → its header.
         linears: Types of its other matrices.
     """
 
     names: Mapping[str, str] = field(default_factory=dict[str, str])
-    experts: Mapping[str, str] = field(default_factory=dict[str, str])
+    experts: Mapping[str, TensorHeader] = field(default_factory=dict[str, TensorHeader])
     linears: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
@@ -121,16 +121,16 @@ def scan_draft(headers: Mapping[str, TensorHeader], *, num_layers: int) -> Draft
     places = {name: draft_place(name, first=num_layers) for name in headers if name in found}
     names = {name: place for name, place in places.items() if place not in (None, DRAFT_COPY)}
     matrices = {
-        name: headers[name].dtype
+        name: headers[name]
         for name in names
         if not any(word in name.rpartition(".")[2] for word in _NOT_VALUES)
         and len(headers[name].shape) >= 2
     }
-    experts = {name: dtype for name, dtype in matrices.items() if ".experts." in name}
+    experts = {name: header for name, header in matrices.items() if ".experts." in name}
     return DraftScan(
         names={name: str(place) for name, place in names.items()},
         experts=experts,
-        linears=frozenset(matrices[name] for name in matrices.keys() - experts.keys()),
+        linears=frozenset(matrices[name].dtype for name in matrices.keys() - experts.keys()),
     )
 
 

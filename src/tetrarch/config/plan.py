@@ -126,16 +126,15 @@ class SpecPlan:
     Attributes:
         algorithm: `mtp`.
         num_steps: Tokens drafted before each verification.
-        num_draft_tokens: Tokens verified a step, the bonus token's position included.
-        max_draft_tokens: The most over all modes, where the number adapts.
-        adaptive: Fewer are drafted where few are accepted.
+        num_draft_tokens: Tokens verified a step, the bonus token's position included; the most,
+            where the number adapts.
+        adaptive: Fewer are drafted where few are accepted, never more.
         draft_path: Folder of the draft's weights; `None`: the model's own.
     """
 
     algorithm: str
     num_steps: int
     num_draft_tokens: int
-    max_draft_tokens: int = 0
     adaptive: bool = False
     draft_path: str | None = None
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settle ranks, graphs and determinism: declared, sized for, and refused until they exist.
+"""Settle ranks, graphs and determinism.
 
-What is refused is carried on as it was asked for, so that whatever else it breaks is reported too.
+Ranks, graphs and determinism on a GPU are declared, sized for, and refused until they exist. What
+is refused is carried on as it was asked for, so that whatever else it breaks is reported too.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from dataclasses import replace
 from tetrarch.config.args import LaunchArgs
 from tetrarch.config.checkpoint import Checkpoint
 from tetrarch.config.drafts import DRAFT, DraftCheckpoint, DraftScan
+from tetrarch.config.headers import TensorHeader
 from tetrarch.config.ledger import ASKED, Ledger
 from tetrarch.config.patterns import is_pattern, matches
 from tetrarch.config.plan import ModelFacts, QuantPlan, SpecPlan
@@ -100,7 +101,7 @@ def resolve_draft_quant(
     if not scan.experts:
         ledger.decide("draft_experts", target.name, "the target's contract")
         return quant
-    stored = next(iter(scan.experts.values()))
+    stored = next(iter(scan.experts.values())).dtype
     packed, as_stored = stored == _PACKED, f"{stored.lower()} as stored"
     if _is_exempt(args, scan):
         ledger.decide("draft_experts", as_stored, "--fp4-ignored-layers names them")
@@ -236,37 +237,53 @@ def _check_contradictions(
     """Refuse what the tensors are not, and what the one contract does not allow."""
     if target.covers_draft and asked not in ("auto", target.quantization):
         ledger.refuse(_two_contracts(target, asked, scan))
-    packed = [name for name, dtype in scan.experts.items() if dtype == _PACKED]
-    plain = [name for name, dtype in scan.experts.items() if dtype != _PACKED]
+    packed = [header for header in scan.experts.values() if header.dtype == _PACKED]
+    plain = [header for header in scan.experts.values() if header.dtype != _PACKED]
     if packed and plain:
         ledger.refuse(
             CheckpointError(
                 "the draft's experts are stored in two ways",
-                why=f"{packed[0]} is NVFP4, {plain[0]} is {scan.experts[plain[0]]}",
+                why=f"{packed[0].name} is NVFP4, {plain[0].name} is {plain[0].dtype}",
                 fix="export the draft again, all of its experts alike",
             )
         )
     elif asked == Quantization.MODELOPT_FP4 and plain:
-        ledger.refuse(_not_what_it_is(asked, plain[0], scan.experts[plain[0]], f"{_FLAG} auto"))
+        ledger.refuse(_not_what_it_is(asked, plain[0], f"{_FLAG} auto"))
     elif packed and (target.covers_draft or asked in _TAKES_PLAIN):
         said = target.quantization if asked == "auto" else asked
         fix = "name a draft that is not quantized" if target.covers_draft else f"{_FLAG} auto"
-        ledger.refuse(_not_what_it_is(said, packed[0], "serialized NVFP4", fix))
+        ledger.refuse(_not_what_it_is(said, packed[0], fix))
 
 
 def _two_contracts(target: QuantContract, asked: str, scan: DraftScan) -> TetrarchError:
-    which = f": {next(iter(scan.experts))} would be one thing and the target's another"
+    why = f"{target.quantization} binds target and draft alike"
+    first = next((one for one in scan.experts.values() if one.dtype != _PACKED), None)
+    if first is not None:
+        why += f": {_stored(first)} and becomes {_PACKED} {_codes_shape(first)} as the target's do"
     return ConfigError(
         f"{_FLAG} {asked} contradicts --quantization {target.quantization}",
-        why=f"{target.quantization} binds target and draft alike" + (which if scan.experts else ""),
+        why=why,
         fix="leave it out; --fp4-ignored-layers mtp exempts the draft",
     )
 
 
-def _not_what_it_is(asked: str, name: str, stored: str, fix: str) -> TetrarchError:
+def _not_what_it_is(asked: str, header: TensorHeader, fix: str) -> TetrarchError:
+    if asked == Quantization.MODELOPT_FP4:
+        expected = f"serialized NVFP4, here {_PACKED} {_codes_shape(header)}"
+    else:
+        expected = f"not quantized yet, here BF16 {(*header.shape[:-1], 2 * header.shape[-1])}"
     return CheckpointError(
-        f"the draft cannot be {asked}: {name} is {stored}",
-        why=f"{asked} takes weights that are "
-        + ("serialized NVFP4" if asked == Quantization.MODELOPT_FP4 else "not quantized yet"),
+        f"the draft cannot be {asked}: {_stored(header)}",
+        why=f"{asked} expects weights that are {expected}",
         fix=f"{fix}: what its tensors are decides",
     )
+
+
+def _stored(header: TensorHeader) -> str:
+    kind = f"serialized NVFP4, {_PACKED}" if header.dtype == _PACKED else header.dtype
+    return f"{header.name} is stored as {kind} {header.shape}"
+
+
+def _codes_shape(header: TensorHeader) -> tuple[int, ...]:
+    """Return the shape of a plain matrix as codes, two a byte."""
+    return (*header.shape[:-1], header.shape[-1] // 2)

@@ -56,7 +56,7 @@ class Knob:
         also: Further names that we honour.
         choices: The closed set of values, or `()`.
         refused: Values that are understood too, so that the resolver can say why not.
-        synonyms: Another engine's word for a value, and ours.
+        synonyms: Another engine's word for a value, in any case, and ours.
         unit: `tokens`, `bytes`, `requests`, `ranks`; empty for a pure number or a name.
         group: Heading under which `--help` and the reference list it.
         at_least: Smallest value allowed, or `None`.
@@ -106,7 +106,8 @@ class KnobField:
         Raises:
             ConfigError: The text is not a value of this setting.
         """
-        text = dict(self.knob.synonyms).get(text, text)
+        words = {theirs.casefold(): ours for theirs, ours in self.knob.synonyms}
+        text = words.get(text.casefold(), text)
         if self.optional and text == "auto":
             return None
         try:

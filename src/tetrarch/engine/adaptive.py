@@ -9,13 +9,17 @@ with.
 While nothing is drafted the draft does not read along either, so that it costs nothing. Now and
 then it is tried again. Its entries for what it has not read are missing then: of the demo model's
 3.6 tokens a step 2.7 are left, which is enough to find out. Trials become rarer as they fail.
+
+Text of which no draft is right runs at 0.97 or more of the speed without, over 200 tokens of one
+request or 40 requests of 20, as tests/engine/test_adaptive.py simulates. To learn costs 2.8 plain
+steps once: the first request of a cold engine, if it has 20 tokens only, runs at 0.88. Beginning
+with one draft would make that 0.97, and the first short request of good drafts 6 to 9 % slower.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tetrarch.config.budget import tokens_per_request
 from tetrarch.config.plan import SpecPlan
 
 __all__ = ["DraftLength", "DraftLengths", "best_length"]
@@ -72,7 +76,7 @@ class DraftLengths:
     """
 
     def __init__(self, spec: SpecPlan) -> None:
-        self.most = tokens_per_request(spec) - 1 if spec.adaptive else spec.num_steps
+        self.most = spec.num_steps
         self.adapts = spec.adaptive
         self.estimate = _Estimate(_PRIOR * _CERTAINTY, _CERTAINTY)
         self._num_idle = 0  # requests that began without drafts since the last that was tried

@@ -230,7 +230,7 @@ class Engine:
             self._count_drafts(output, chunk, outcome, kept=seq.num_outputs - before)
         elif seq.length is not None and outcome.token_ids:
             seq.length.observe(proposed=0, accepted=0)
-        if seq.num_left == 0:  # nothing was to be generated
+        if finish is None and seq.num_left == 0:  # nothing was to be generated
             finish = FinishReason(kind="length", length=0)
         if finish is not None:
             return [self._end(output, finish)]
