@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
     repair()
 kernels = pytest.importorskip("tetrarch.kernels.attention.triton_kernels")
 
-SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}
+SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}
 SPAN, ROOM = 32, 12
 
 
