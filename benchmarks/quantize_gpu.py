@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How close do quantize, activate, align and finalize come to copying, on one GPU?
+"""How close do quantize, align and finalize come to copying, on one GPU?
 
     python benchmarks/quantize_gpu.py [--sweep] [--json results.json]
 
@@ -28,19 +28,16 @@ import triton
 from provenance import provenance
 from torch import Tensor
 
-from tetrarch.kernels.activation.triton import activate, activate_round
 from tetrarch.kernels.grouped_gemm.tiles import max_blocks
 from tetrarch.kernels.permute import reference as permute_reference
 from tetrarch.kernels.permute.triton import Alignment, align, finalize
 from tetrarch.kernels.quantize import triton as quantize
-from tetrarch.moe.types import ExpertActivation
 from tetrarch.numerics import nvfp4
 from tetrarch.numerics.contract import WEIGHT_RECIPE, Recipe
 
 BEYOND_L2 = 256 << 20  # bytes
 BF16 = torch.bfloat16
 WIDTHS = (768, 2048, 2688, 7168)
-SWIGLU = ExpertActivation()
 # tokens, experts a token, experts, hidden size
 ROUTINGS = (
     (1, 8, 128, 2048),
@@ -182,23 +179,6 @@ def check_weights(x: Tensor, *outputs: Tensor) -> bool:
     return all(same(mine[-1], theirs) for mine, theirs in zip(outputs, defined, strict=True))
 
 
-def activated_rows(shape: tuple[int, int]) -> Case:
-    """SwiGLU of FP32 sums, rounded per token, in one kernel."""
-    gate_up = torch.randn(shape[0], 2 * shape[1], device="cuda")
-    values = torch.empty(shape, dtype=BF16, device="cuda")
-    token = torch.empty(shape[0], device="cuda")
-    run = partial(activate_round, gate_up, SWIGLU, values=values, token_scale=token)
-    return Case(run, gate_up.nbytes + values.nbytes, (gate_up, values, token))
-
-
-def check_activation(gate_up: Tensor, values: Tensor, token: Tensor) -> bool:
-    """Whether the fused kernel gives what two kernels give."""
-    stored = torch.empty_like(values)
-    activate(gate_up, SWIGLU, out=stored)
-    products, scales = nvfp4.fake_quant_per_token(stored, dtype=BF16)
-    return same(values, products) and same(token, scales)
-
-
 def aligned_slots(ids: Tensor, experts: int) -> Case:
     """Slots sorted into blocks."""
     block = 16 if ids.shape[0] < 1024 else 64
@@ -255,8 +235,6 @@ def bench_all(bench: Bench) -> None:
             bench.add(name, shape, make, partial(check_rows, recipe=recipe, scale=given))
     for stack in ((32, 1536, 2048), (8, 4096, 7168), (1, 2048, 7168)):
         bench.add("encode weights, 4over6", stack, partial(encoded_weights, stack), check_weights)
-    for shape in product((8, 512, 32768), (768, 2048, 2688)):
-        bench.add("swiglu + round", shape, partial(activated_rows, shape), check_activation)
     for tokens, top_k, experts, hidden in ROUTINGS:
         ids = torch.rand(tokens, experts, device="cuda").topk(top_k).indices.int()
         make = partial(aligned_slots, ids, experts)

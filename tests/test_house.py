@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -166,7 +167,8 @@ def test_table_registry_and_files_agree() -> None:
     assert {row.dispatch for row in SUPPORT} == set(DISPATCHERS) == _modules("moe/dispatch")
     for registry in (RUNNERS, DISPATCHERS):
         for name in registry:
-            assert callable(registry[name])
+            if name != "triton" or find_spec("triton"):  # an optional dependency
+                assert callable(registry[name])
 
 
 def test_every_test_claims_something() -> None:

@@ -27,6 +27,7 @@ FORMS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "latent": (512, 64, 128, 1, {"latent": True, "page": 64}),
     "latent-small-pages": (512, 64, 16, 1, {"latent": True, "exact_prompts": True}),
     "dim-80": (80, 80, 16, 16, {"page": 256}),
+    "three-heads": (80, 80, 3, 3, {}),
     "dim-96": (96, 96, 12, 4, {"window": 4096}),
     "dim-192": (192, 128, 16, 4, {"dtype": FP16}),
     "dim-256": (256, 256, 16, 4, {"sinks": True}),

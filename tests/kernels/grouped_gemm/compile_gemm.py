@@ -87,7 +87,9 @@ def main() -> None:
         compiled = compile_for(arch)
         for form in sys.argv[2:] or FORMS:
             name, _, tokens = form.partition("/")
-            for block in (int(tokens),) if tokens else BLOCK_TOKENS:
+            most = 64 if FORMS[name].get("packed", True) else 128
+            blocks = [block for block in BLOCK_TOKENS if block <= most]
+            for block in (int(tokens),) if tokens else blocks:
                 launch(block, **FORMS[name])
                 _, kernel = compiled.pop()
                 size = len(kernel.asm["cubin"])

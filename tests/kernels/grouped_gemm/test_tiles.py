@@ -17,7 +17,7 @@ def test_every_tile_divides_every_stored_weight() -> None:
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     cases = itertools.product((1, 9, 33, 1000, 100_000), (16, 48, 768, 2048, 2880), dtypes)
     for (slots, width, dtype), packed in itertools.product(cases, (True, False)):
-        tokens = block_tokens(slots, 4)
+        tokens = block_tokens(slots, 4, packed=packed)
         tile = tile_for(tokens, width, packed=packed, dtype=dtype, ptx=True)
         assert tile.tokens == tokens
         assert ROW_BLOCK % tile.rows == 0

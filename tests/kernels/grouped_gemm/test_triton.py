@@ -229,7 +229,7 @@ def test_no_tile_and_no_neighbour_moves_a_bit(shape: tuple[int, int, int]) -> No
     case = Case(*shape, device="cuda", tokens=300)
     case.values = torch.randn_like(case.values)
     first = case.run(case.packed(), case.empty(), case.tile(ptx=False))
-    for tokens in (16, 32, 64, 128):
+    for tokens in (16, 32, 64):
         tile = tile_for(tokens, shape[2], packed=True, dtype=BF16, ptx=True)
         assert torch.equal(case.run(case.packed(), case.empty(), tile), first)
     case.ids, case.values, case.row_scale = case.ids[:3], case.values[:3], case.row_scale[:3]
@@ -258,5 +258,5 @@ def test_a_kernel_of_decoding_compiles_for_every_architecture() -> None:
 @pytest.mark.parametrize("arch", SHARED_BYTES)
 def test_every_form_compiles_for_every_architecture(arch: int) -> None:
     compiled = compile_forms(str(arch))
-    assert len(compiled) == 9 * 4
+    assert len(compiled) == 7 * 3 + 2 * 4  # blocks of 16 to 64 tokens; without packing also 128
     assert all(shared <= SHARED_BYTES[arch] for _, shared, _ in compiled)

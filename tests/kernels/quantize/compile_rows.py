@@ -14,14 +14,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from compile_only import compile_for
-from tetrarch.kernels.activation.triton import activate, activate_round
 from tetrarch.kernels.permute.triton import Alignment, align, finalize
 from tetrarch.kernels.quantize.triton import encode_rows_per_token, encode_weights, round_rows
-from tetrarch.moe.types import ExpertActivation
 from tetrarch.numerics.contract import Recipe
 
 BF16 = torch.bfloat16
-GPT_OSS = ExpertActivation(alpha=1.702, beta=1.0, limit=7.0)
 
 
 def launch(rows: int, width: int) -> None:
@@ -35,10 +32,7 @@ def launch(rows: int, width: int) -> None:
     encode_rows_per_token(x, codes=codes, block_scale=block_scale, token_scale=token_scale)
     packed = dict(codes=codes[None], block_scale=block_scale[None])
     encode_weights(x[None], **packed, global_scale=scale.view(1), amax=torch.empty(1))
-    gate_up = torch.zeros(rows, 2 * width)
     owned = torch.ones(rows, dtype=torch.bool)
-    activate(gate_up, GPT_OSS, out=values)
-    activate_round(gate_up, GPT_OSS, values=values, token_scale=token_scale, owned=owned)
     lists = torch.empty(4, 1024, dtype=torch.int32)
     rest = dict(num_blocks=lists[2], owned=owned, counts=lists[3])
     out = Alignment(sorted_slots=lists[0], expert=lists[1], **rest)

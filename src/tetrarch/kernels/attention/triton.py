@@ -8,8 +8,8 @@ programs of one launch take in turn and a second launch adds up; the others are 
 for each tile of rows. Which way a sequence goes, and where its spans lie, depends on its own
 lengths, so a row has the same bits whatever is in the batch with it.
 
-Nothing here waits for the device or allocates, but for the output; a CUDA graph may record it.
-Lengths are read on the device: a graph replays with other lengths in the same tensors.
+Nothing here waits for the device or allocates, but for the output. Lengths are read on the device:
+a CUDA graph replays with other lengths in the same tensors.
 
 Pages are not cleared. The kernels load no position that a sequence does not have, so what a page
 holds beyond its owner's last token, and what freed pages hold, never enters a sum.
@@ -255,21 +255,9 @@ def write_(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, batch: Page
     tokens, block = 4, min(1024, triton.next_power_of_2(groups * max(dim, value_dim)))
     grid = (ceil_div(len(key), tokens), ceil_div(groups * max(dim, value_dim), block))
     write_rows[grid](
-        key,
-        value,
-        keys,
-        values,
-        batch.write_at,
-        len(key),
-        *key.stride()[:2],
-        *value.stride()[:2],
-        GROUPS=groups,
-        DIM=dim,
-        VALUE_DIM=value_dim,
-        TOKENS=tokens,
-        BLOCK=block,
-        num_warps=4,
-    )
+        key, value, keys, values, batch.write_at, len(key), *key.stride()[:2], *value.stride()[:2],
+        GROUPS=groups, DIM=dim, VALUE_DIM=value_dim, TOKENS=tokens, BLOCK=block, num_warps=4,
+    )  # fmt: skip
 
 
 def paged_attention(
@@ -321,15 +309,20 @@ def paged_latent_attention(
 
 
 def span_tile(
-    dims: tuple[int, int], *, dtype: torch.dtype, latent: bool, shared_bytes: int
+    dims: tuple[int, int], *, rows: int = 64, dtype: torch.dtype, latent: bool, shared_bytes: int
 ) -> Tile:
-    """Return the tile of decoding; `dims` are the padded widths of keys and values."""
+    """Return the tile of decoding; `dims` are the padded widths of keys and values.
+
+    `rows`: a sequence's, at most; 64 where they must have a prompt's bits: 16 rows meet another
+    instruction.
+    """
     if dtype.itemsize == 4:  # three TF32 products for each: small tiles
         tile = Tile(rows=16, keys=32, warps=4, stages=2)
     elif latent:
-        tile = Tile(rows=64, keys=32, warps=8, stages=3)
+        tile = Tile(rows=64, keys=64, warps=8, stages=2)
     else:
-        tile = Tile(rows=64, keys=64 if max(dims) <= 128 else 32, warps=4, stages=3)
+        keys, rows = 64 if max(dims) <= 128 else 32, 16 if rows <= 16 else 64
+        tile = Tile(rows, keys, warps=4, stages=3)
     return _fitting(tile, dims, dtype.itemsize, shared_bytes=shared_bytes, latent=latent)
 
 
@@ -391,6 +384,7 @@ def _attend(
     sinks = out if rule.sinks is None else rule.sinks
     limits = batch.limits
     dims = (_padded(dim), _padded(value_dim))
+    kind: Any = dict(dtype=query.dtype, latent=latent, shared_bytes=limits.shared_bytes)
     shared: dict[str, Any] = {
         "HEADS": heads,
         "GROUPS": keys.shape[2],
@@ -420,21 +414,21 @@ def _attend(
     if batch.has_short:
         starts, units = batch.units(window)
         sums = [batch.scratch[f"attention.{name}"] for name in ("partial", "total", "top")]
-        tile = span_tile(dims, dtype=query.dtype, latent=latent, shared_bytes=limits.shared_bytes)
+        rows = 64 if limits.exact_prompts else limits.short_q_len * (heads // keys.shape[2])
+        tile = span_tile(dims, rows=rows, **kind)
         attend_spans[(limits.num_programs,)](
             query, rotary, keys, values, out, *sums, *lens, starts, units, sinks, *numbers,
             M=tile.rows, N=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
             enable_fp_fusion=False, **shared,
         )  # fmt: skip
-        block = 4 if shared["OUT_PAD"] <= 256 else 2
-        add_spans[(len(batch.kv_lens), limits.short_q_len, ceil_div(heads, block))](
+        add_spans[(len(batch.kv_lens), limits.short_q_len, heads)](
             out, *sums, *lens[1:], starts, sinks, window, limits.short_q_len,
-            HEADS=heads, OUT_DIM=out_dim, OUT_PAD=shared["OUT_PAD"], SPAN=limits.span,
-            BLOCK=block, UNROLL=4 * block, HAS_SINKS=shared["HAS_SINKS"], num_warps=4,
+            HEADS=heads, OUT_DIM=out_dim, OUT_PAD=shared["OUT_PAD"], SPAN=limits.span, UNROLL=16,
+            HAS_SINKS=shared["HAS_SINKS"], num_warps=ceil_div(shared["OUT_PAD"], 128),
             enable_fp_fusion=False,
         )  # fmt: skip
     if batch.has_long:
-        tile = prompt_tile(dims, dtype=query.dtype, latent=latent, shared_bytes=limits.shared_bytes)
+        tile = prompt_tile(dims, **kind)
         tiles = num_tokens * (heads // keys.shape[2]) // tile.rows + len(batch.kv_lens)
         attend_prompts[(keys.shape[2], tiles)](
             query, rotary, keys, values, out, *lens, sinks, *numbers,

@@ -238,12 +238,15 @@ def add_spans(
     OUT_DIM: tl.constexpr,
     OUT_PAD: tl.constexpr,
     SPAN: tl.constexpr,
-    BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Add the sums of a token's spans, in order: BLOCK heads of one token of one sequence."""
-    row, token = tl.program_id(0), tl.program_id(1)
+    """Add the sums of a token's spans, in order: one head of one token of one sequence.
+
+    One head, so that its weights are scalars: a tensor of several would pass through shared
+    memory for every span, and the next span's loads wait behind that.
+    """
+    row, token, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(starts + row)
     count = tl.load(starts + row + 1) - start
     token_0 = tl.load(cu_seqlens_q + row)
@@ -252,40 +255,40 @@ def add_spans(
         kv_len = tl.load(kv_lens + row)
         last = (kv_len - q_len + token) // SPAN
         count = tl.minimum(count, last + 1 - _first_span(q_len, kv_len, window, SPAN))
-        head = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-        real = head < HEADS
         at = tl.arange(0, OUT_PAD)
-        mask = real[:, None] & (at < OUT_DIM)[None, :]
-        rows = (start.to(tl.int64) * short_q_len + token) * HEADS + head
+        mask = at < OUT_DIM
+        place = (start.to(tl.int64) * short_q_len + token) * HEADS + head
         stride = short_q_len * HEADS
-        acc, total, top = empty_sum(BLOCK, OUT_PAD)
+        tops = tl.full((64,), float("-inf"), tl.float32)
         for first in range(0, count, 64):  # at once, not one wait for memory after the other
             index = first + tl.arange(0, 64)
-            place = partial_top + rows[:, None] + (index * stride)[None, :]
-            mask_2d = real[:, None] & (index < count)[None, :]
-            here = tl.load(place, mask=mask_2d, other=float("-inf"))
-            top = tl.maximum(top, tl.max(here, 1))
+            here = tl.load(
+                partial_top + place + index * stride, mask=index < count, other=float("-inf")
+            )
+            tops = tl.maximum(tops, here)
+        top = tl.max(tops)
         safe = tl.where(top == float("-inf"), 0.0, top)
+        acc = tl.zeros((OUT_PAD,), tl.float32)
+        total = 0.0
         for first in range(0, count, UNROLL):
             for step in tl.static_range(UNROLL):  # so that many loads are under way
-                index = first + step
-                there = real & (index < count)
-                place = rows + index * stride
+                there = first + step < count
                 part_top = tl.load(partial_top + place, mask=there, other=float("-inf"))
                 weight = power(part_top - safe)
                 total += tl.load(partial_total + place, mask=there, other=0.0) * weight
-                part = tl.load(
-                    partial + (place * OUT_DIM)[:, None] + at[None, :],
-                    mask=mask & (index < count),
-                    other=0.0,
-                )
-                acc += part * weight[:, None]
+                part = tl.load(partial + place * OUT_DIM + at, mask=mask & there, other=0.0)
+                acc += part * weight
+                place += stride
         sink = total
         if HAS_SINKS:
-            sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
-        result = finish(acc, total, top, sink, HAS_SINKS)
+            sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+            new = tl.maximum(top, tl.ceil(sink))
+            old = power(top - new)
+            acc = acc * old
+            total = total * old + tl.exp2(sink - new)
+        result = acc / tl.where(total == 0.0, 1.0, total)
         target = ((token_0 + token).to(tl.int64) * HEADS + head) * OUT_DIM
-        tl.store(out + target[:, None] + at[None, :], result.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + target + at, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)

@@ -26,7 +26,6 @@ class Tile:
     k_blocks: int  # of 64 columns a step
     warps: int
     stages: int  # steps in flight
-    registers: int | None = None  # of a thread, at most
     ptx: bool = False  # decode by inline PTX: BF16 on NVIDIA GPUs
 
 
@@ -36,8 +35,7 @@ BLOCK_TOKENS = (*(tokens for _, tokens in _BLOCKS), 128)
 _PACKED = {
     16: Tile(64, 16, k_blocks=4, warps=4, stages=3),
     32: Tile(64, 32, k_blocks=2, warps=4, stages=4),
-    64: Tile(128, 64, k_blocks=1, warps=4, stages=4),
-    128: Tile(128, 128, k_blocks=1, warps=8, stages=4, registers=128),
+    64: Tile(128, 64, k_blocks=1, warps=4, stages=4),  # 128 tokens: 1.1 to 1.4 times as long
 }
 _PLAIN = {
     16: Tile(64, 16, k_blocks=2, warps=4, stages=4),
@@ -47,15 +45,16 @@ _PLAIN = {
 }
 
 
-def block_tokens(num_slots: int, num_experts: int) -> int:
-    """Return how many of an expert's rows form one block: 16 to 128.
+def block_tokens(num_slots: int, num_experts: int, *, packed: bool) -> int:
+    """Return how many of an expert's rows form one block: 16 to 128, to 64 if packed.
 
     Args:
         num_slots: Rows of all experts together.
         num_experts: Experts of this rank.
+        packed: Weights are NVFP4.
     """
     average = num_slots / num_experts
-    return next((tokens for most, tokens in _BLOCKS if average <= most), BLOCK_TOKENS[-1])
+    return next((tokens for most, tokens in _BLOCKS if average <= most), 64 if packed else 128)
 
 
 def max_blocks(num_slots: int, num_experts: int, tokens: int) -> int:

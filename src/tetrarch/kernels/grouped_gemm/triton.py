@@ -107,7 +107,8 @@ def _settled(sums):
 
     Triton lets the next step's decoding run while the tensor core works, and the compiler gives it
     the very registers that hold the weights being multiplied: it takes them for free. A use of
-    the sums in between makes it wait.
+    the sums in between makes it wait. Seen with Triton 3.6.0 on sm_90 (issue 5): layers replayed
+    as a graph differed from time to time; try without when Triton is raised.
     """
     return tl.inline_asm_elementwise(
         "mov.f32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=True, pack=1
@@ -375,7 +376,6 @@ def grouped_gemm(
         SETTLE=_COMPILED and weight.block_scale is not None,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        maxnreg=tile.registers,
         enable_fp_fusion=False,
     )
     return after.out

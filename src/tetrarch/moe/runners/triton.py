@@ -156,7 +156,7 @@ class TritonRunner:
         if rows == 0:
             return out
         s, slots = self._spec, rows * self._spec.top_k
-        tokens = block_tokens(slots, s.num_local_experts)
+        tokens = block_tokens(slots, s.num_local_experts, packed=self._packed)
         order = self._align(x.routing.topk_ids, tokens, scratch=scratch)
 
         def multiply(name: str, operand: Tensor, epilogue: Epilogue) -> None:
