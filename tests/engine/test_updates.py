@@ -37,7 +37,7 @@ Make = Callable[..., Any]
 Tensors = dict[str, Tensor]
 Paths = tuple[Path, Path, Path]
 PROMPT = (5, 3, 8, 200, 17, 9, 9, 40, 41, 42, 43)
-LENGTH = 16
+LENGTH = 48  # tokens: goes on however long a call takes to decode
 UP = "up_proj"
 
 
