@@ -258,6 +258,7 @@ def test_one_bad_prompt_of_a_batch_refuses_the_batch(server: RunningServer) -> N
 
 def in_background(server: RunningServer, pool: ThreadPoolExecutor, rid: Any, **more: Any) -> Any:
     """Start a long request and wait until it runs."""
+    time.sleep(0.3)  # reports are a moment old: a probe of the test before may still be in one
     before = server.load()["num_running_reqs"]
     body = {"input_ids": PROMPT, "sampling_params": LONG, "rid": rid, **more}
     future = pool.submit(lambda: server.generate(**body))
