@@ -258,7 +258,6 @@ def test_one_bad_prompt_of_a_batch_refuses_the_batch(server: RunningServer) -> N
 
 def in_background(server: RunningServer, pool: ThreadPoolExecutor, rid: Any, **more: Any) -> Any:
     """Start a long request and wait until it runs."""
-    time.sleep(0.3)  # reports are a moment old: a probe of the test before may still be in one
     before = server.load()["num_running_reqs"]
     body = {"input_ids": PROMPT, "sampling_params": LONG, "rid": rid, **more}
     future = pool.submit(lambda: server.generate(**body))
@@ -399,6 +398,7 @@ def test_probes_answer(server: RunningServer) -> None:
     after = server.http.get("/metrics").text
     ttft = [line for line in before.splitlines() if "time_to_first_token_seconds_count" in line]
     assert ttft[0] in after  # a probe is not traffic
+    server.wait_for(lambda load: load["num_running_reqs"] == 0, seconds=5)  # but runs like any
 
 
 def test_a_busy_server_is_healthy_at_once(server: RunningServer) -> None:
