@@ -13,7 +13,7 @@ of a group, n new tokens of each, L keys of the longest of them, rounded up to w
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -29,11 +29,12 @@ __all__ = [
     "PagedBatch",
     "ScoreRule",
     "in_order",
+    "latent_operands",
     "paged_attention",
     "paged_latent_attention",
+    "paged_operands",
     "per_head",
     "plan_batch",
-    "queries_of",
     "write_",
 ]
 
@@ -216,17 +217,8 @@ def paged_attention(
     Returns:
         (T, H, Dv) in the query's dtype.
     """
-    outputs = [
-        _attend(
-            queries_of(query, group),
-            group.read(keys, "key"),
-            group.read(values, "value"),
-            group,
-            rule,
-        )
-        for group in batch.groups
-    ]
-    return in_order(outputs, batch)
+    operands = paged_operands(query, keys, values, batch)
+    return in_order([_attend(*one, rule) for one in operands], batch)
 
 
 def paged_latent_attention(
@@ -254,12 +246,8 @@ def paged_latent_attention(
         (T, H, r) in the query's dtype.
     """
     query = torch.cat((query_latent, query_rotary), dim=-1)
-    outputs: list[Tensor] = []
-    for group in batch.groups:
-        latent = group.read(latents, "latent")
-        key = torch.cat((latent, group.read(rotaries, "rotary")), dim=-1)
-        outputs.append(_attend(queries_of(query, group), key, latent, group, rule))
-    return in_order(outputs, batch)
+    operands = latent_operands(query, latents, rotaries, batch)
+    return in_order([_attend(*one, rule) for one in operands], batch)
 
 
 def per_head(rows: Tensor, weight: Tensor) -> Tensor:
@@ -267,7 +255,33 @@ def per_head(rows: Tensor, weight: Tensor) -> Tensor:
     return torch.einsum("thk,hkn->thn", rows, weight)
 
 
-def queries_of(query: Tensor, group: Group) -> Tensor:
+def paged_operands(
+    query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Group]]:
+    """Yield each group's queries (N, H, n, D), keys (N, L, G, D) and values (N, L, G, Dv).
+
+    The next group's keys may lie where this one's did.
+    """
+    for group in batch.groups:
+        yield (
+            _queries_of(query, group),
+            group.read(keys, "key"),
+            group.read(values, "value"),
+            group,
+        )
+
+
+def latent_operands(
+    query: Tensor, latents: Tensor, rotaries: Tensor, batch: PagedBatch
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Group]]:
+    """Do as `paged_operands` in the latent space of MLA; `query` is (T, H, r + d)."""
+    for group in batch.groups:
+        latent = group.read(latents, "latent")
+        key = torch.cat((latent, group.read(rotaries, "rotary")), dim=-1)
+        yield _queries_of(query, group), key, latent, group
+
+
+def _queries_of(query: Tensor, group: Group) -> Tensor:
     """Return the group's queries: (T, H, D) -> (N, H, n, D)."""
     rows = query[group.rows]
     return rows.unflatten(0, (len(group.kv_lens), group.q_len)).transpose(1, 2)

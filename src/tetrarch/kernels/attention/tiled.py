@@ -29,7 +29,8 @@ from tetrarch.kernels.attention.reference import (
     PagedBatch,
     ScoreRule,
     in_order,
-    queries_of,
+    latent_operands,
+    paged_operands,
 )
 from tetrarch.kernels.matmul.tiled import tiled_bmm
 
@@ -47,17 +48,8 @@ def paged_attention(
 ) -> Tensor:
     """Attend to the pages of each sequence: `reference.paged_attention`, with its arguments."""
     with torch._C.DisableTorchFunction():  # pyright: ignore  # all shapes are fixed here
-        outputs = [
-            _attend(
-                queries_of(query, group),
-                group.read(keys, "key"),
-                group.read(values, "value"),
-                group,
-                rule,
-            )
-            for group in batch.groups
-        ]
-        return in_order(outputs, batch)
+        operands = paged_operands(query, keys, values, batch)
+        return in_order([_attend(*one, rule) for one in operands], batch)
 
 
 def paged_latent_attention(
@@ -71,12 +63,8 @@ def paged_latent_attention(
     """Attend in the latent space of MLA: `reference.paged_latent_attention`, its arguments."""
     with torch._C.DisableTorchFunction():  # pyright: ignore  # all shapes are fixed here
         query = torch.cat((query_latent, query_rotary), dim=-1)
-        outputs: list[Tensor] = []
-        for group in batch.groups:
-            latent = group.read(latents, "latent")
-            key = torch.cat((latent, group.read(rotaries, "rotary")), dim=-1)
-            outputs.append(_attend(queries_of(query, group), key, latent, group, rule))
-        return in_order(outputs, batch)
+        operands = latent_operands(query, latents, rotaries, batch)
+        return in_order([_attend(*one, rule) for one in operands], batch)
 
 
 def per_head(rows: Tensor, weight: Tensor) -> Tensor:
