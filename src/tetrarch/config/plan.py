@@ -243,6 +243,7 @@ class Plan:
     schedule: SchedulePlan
     serve: ServePlan
     device: Device
+    attention: str  # "torch" | "triton": who computes it
     deterministic: bool
     num_threads: int  # CPU threads of one engine process
     process_env: tuple[tuple[str, str], ...]  # what libraries read; set at spawn only

@@ -20,6 +20,7 @@ from tetrarch.config.plan import ExpertPlan, ModelFacts, Plan
 from tetrarch.config.resolve_experts import resolve_decoded_cache, resolve_route
 from tetrarch.config.resolve_host import resolve_process_env, resolve_threads
 from tetrarch.config.resolve_later import (
+    resolve_attention,
     resolve_deterministic,
     resolve_graphs,
     resolve_parallel,
@@ -79,6 +80,7 @@ def _decide(
     parallel = resolve_parallel(args, ledger)
     spec = resolve_speculation(args, checkpoint, facts, ledger, draft=draft)
     graphs = resolve_graphs(args, spec, ledger)
+    attention = resolve_attention(args, device, ledger)
     deterministic = resolve_deterministic(args, device, ledger)
     schedule = resolve_schedule(args, spec, device, ledger)
     memory = resolve_memory(args, model, device, schedule, ledger)
@@ -108,6 +110,7 @@ def _decide(
         schedule=schedule,
         serve=serve,
         device=device,
+        attention=attention,
         deterministic=deterministic,
         num_threads=threads,
         process_env=resolve_process_env(threads),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settle ranks, graphs and determinism.
+"""Settle ranks, graphs, attention and determinism.
 
 Ranks, graphs and determinism on a GPU are declared, sized for, and refused until they exist. What
 is refused is carried on as it was asked for, so that whatever else it breaks is reported too.
@@ -13,7 +13,7 @@ from tetrarch.config.ledger import Ledger
 from tetrarch.config.plan import GraphPlan, ParallelPlan, SpecPlan
 from tetrarch.core.errors import ConfigError, Unsupported
 
-__all__ = ["resolve_deterministic", "resolve_graphs", "resolve_parallel"]
+__all__ = ["resolve_attention", "resolve_deterministic", "resolve_graphs", "resolve_parallel"]
 
 
 def _not_yet(what: str, why: str) -> Unsupported:
@@ -62,6 +62,22 @@ def resolve_graphs(args: LaunchArgs, spec: SpecPlan | None, ledger: Ledger) -> G
         max_decode_batch=args.graph_max_batch or 0,
         max_prefill_tokens=args.graph_max_prefill_tokens or 0,
     )
+
+
+def resolve_attention(args: LaunchArgs, device: Device, ledger: Ledger) -> str:
+    """Settle who computes attention."""
+    on_cpu = device.arch is Arch.CPU
+    if args.attention_backend == "triton" and on_cpu:
+        ledger.refuse(
+            Unsupported(
+                "--attention-backend triton is not supported on the CPU",
+                why="Triton compiles its kernels for NVIDIA GPUs alone",
+                fix="leave it out",
+            )
+        )
+    asked = None if args.attention_backend == "auto" else args.attention_backend
+    why = "it runs everywhere" if on_cpu else "it reads pages where they are, for any batch"
+    return ledger.pick("attention_backend", asked, "torch" if on_cpu else "triton", why)
 
 
 def resolve_deterministic(args: LaunchArgs, device: Device, ledger: Ledger) -> bool:
