@@ -24,6 +24,7 @@ from tetrarch.executor.weights import WeightStore
 from tetrarch.memory.slots import Region
 from tetrarch.models.build import Model, build_model
 from tetrarch.models.load import LoadReport
+from tetrarch.models.surgery import part_unlike
 
 __all__ = ["KV_RELEASED", "READY", "Executor"]
 
@@ -67,6 +68,7 @@ class Executor:
         host = partial(free_host_bytes, plan.device)
         self.weights = WeightStore(self._model, plan, free_host=host)
         self.load_report: LoadReport = self.weights.load(progress or NoProgress())
+        part_unlike(self._model.hf)
         dtype = self._model.dtype
         self.capacity: Capacity = kv_capacity(
             plan,
