@@ -28,6 +28,7 @@ from tetrarch.models.materialise import materialise, shorten_lookups
 from tetrarch.models.names import NamePlan
 from tetrarch.models.norms import fuse_norms
 from tetrarch.models.onednn import FEW_ROWS, is_small, product, without_onednn
+from tetrarch.models.rotary import tabulate_rotary
 from tetrarch.models.row_invariant import RowInvariant
 from tetrarch.models.skeleton import ExpertSite, Skeleton, read_skeleton, swap_module
 from tetrarch.models.surgery import join_products
@@ -237,6 +238,9 @@ def build_model(
     )  # rows must not decide how one is computed
     join_products(skeleton.model, F.linear if is_plain else product)
     weights = materialise(skeleton.model, SlotTable(arena), dtype=dtype, device=device)
+    tabulate_rotary(
+        skeleton.model, num_positions=plan.model.context_len, dtype=dtype, device=device
+    )
     shorten_lookups(skeleton.model)
     return Model(
         hf=skeleton.model,
