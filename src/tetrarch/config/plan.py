@@ -70,11 +70,12 @@ class ModelPlan:
     """Which checkpoint, and how it is named and typed."""
 
     path: str  # a local folder
-    tokenizer_path: str
+    tokenizer_path: str | None  # None: prompts and outputs are token ids
     served_name: str
     dtype: str  # "bfloat16" | "float16" | "float32": hidden states and dense weights
     context_len: int
     facts: ModelFacts
+    load_format: str = "safetensors"  # or "dummy": random numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from tetrarch.config.plan import Plan
 from tetrarch.core.errors import ConfigError
 from tetrarch.core.progress import NoProgress, Progress
 from tetrarch.engine.process import EngineProcess
-from tetrarch.engine.text import load_tokenizer
+from tetrarch.engine.textless import tokenizer_of
 from tetrarch.serve.client import EngineClient
 from tetrarch.serve.door import Door
 from tetrarch.serve.life import BACKLOG, Life
@@ -51,9 +51,7 @@ def serve(
         door = Door(
             plan=replace(plan, serve=host),
             client=EngineClient(),
-            tokenizer=load_tokenizer(
-                plan.model.tokenizer_path, chat_template=plan.serve.chat_template
-            ),
+            tokenizer=tokenizer_of(plan),
             metrics=Metrics(plan.model.served_name),
             chat_defaults=read_chat_defaults(Path(plan.model.path)),
         )
