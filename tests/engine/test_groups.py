@@ -120,6 +120,18 @@ def test_tensors_from_a_group_arrive_beside_the_steps_and_are_taken_between_two(
     assert (reply.ok, reply.status) == (False, 400)
 
 
+def test_what_is_left_out_of_a_broadcast_is_told(
+    desk: Any, rank: Any, trainer: Trainer, new_tensors: Tensors, checksums: Any
+) -> None:
+    join(desk)
+    trainer.tensors = {**new_tensors, "mtp.fc.weight": torch.ones(2)}
+    trainer.sends.set()
+    reply = desk.ask(UpdateFromDistributed, **announced(trainer.tensors))
+    assert (reply.ok, reply.payload["num_tensors"]) == (True, len(new_tensors))
+    assert reply.payload["warnings"] == ["1 tensors were left out (mtp), such as mtp.fc.weight"]
+    assert rank.checksum() == checksums[1]
+
+
 def test_a_sender_that_dies_changes_nothing(
     desk: Any, rank: Any, trainer: Trainer, new_tensors: Tensors, checksums: Any
 ) -> None:

@@ -29,6 +29,7 @@ from tetrarch.engine.messages import ControlReply
 from tetrarch.engine.replies import (
     accepted,
     failed_update,
+    left_out,
     other_update,
     sentence,
     update_summary,
@@ -162,13 +163,10 @@ class Updates:
             return partial(self._repeated, message)
         with self._refusals.counted():
             received = self._store.receive(tensors) if tensors else None
-        return partial(self._take, message, received, len(tensors))
+        return partial(self._take, message, received)
 
     def _take(
-        self,
-        message: UpdateFromTensors | UpdateFromDistributed,
-        received: Received | None,
-        num_tensors: int,
+        self, message: UpdateFromTensors | UpdateFromDistributed, received: Received | None
     ) -> ControlReply:
         if message.abort_all_requests:
             self._abort_all()
@@ -179,11 +177,14 @@ class Updates:
         calls.note(message)
         if message.flush_cache and not calls.is_explicit:
             return self._finish(message.ticket)
+        count = 0 if received is None else received.pieces.num_used
+        warnings = [] if received is None else left_out(received.pieces.placements.unused)
         return accepted(
             message.ticket,
-            f"took {num_tensors} tensors; the update goes on",
+            "; ".join([f"took {count} tensors; the update goes on", *warnings]),
             is_open=self.is_open,
             unfinished=self._store.unfinished()[:_SHOWN],
+            warnings=warnings,
             num_paused_requests=self._adoption.num_held,
             weight_version=self._engine.weight_version,
         )
@@ -285,7 +286,8 @@ class Updates:
     def _commit(self, message: UpdateFromDisk, update: DiskUpdate) -> ControlReply:
         if message.dry_run:
             text = f"{message.path} can be loaded; nothing was written"
-            return accepted(message.ticket, text, atomic=update.atomic, **self._adoption.names)
+            facts = {"atomic": update.atomic, "warnings": left_out(update.placements.unused)}
+            return accepted(message.ticket, text, **facts, **self._adoption.names)
         if message.abort_all_requests:
             self._abort_all()
         self._calls = None
