@@ -82,6 +82,11 @@ class Model:
     vocab_size: int
     deterministic: bool
 
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states."""
+        return self.hf.config.get_text_config().hidden_size
+
     @cached_property
     def draft(self) -> DraftHead | None:
         """What proposes tokens, where the plan speculates; its weights are among the model's."""
@@ -257,8 +262,9 @@ def _attention(
     """
     if plan.attention == "torch" or device.type != plan.device.torch_device:
         return ROW_INVARIANT if plan.deterministic else REFERENCE
+    prompts = plan.experts.budget.per_rank // plan.model.context_len + 1  # of a smoke step
     largest = LargestStep(
-        num_seqs=max(plan.schedule.max_running_requests, plan.graphs.max_decode_batch),
+        num_seqs=max(plan.schedule.max_running_requests, plan.graphs.max_decode_batch, prompts),
         short_q_len=tokens_per_request(plan.spec),
         context_len=plan.model.context_len,
     )
