@@ -7,17 +7,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tetrarch.core.errors import AddressChanged
 from tetrarch.core.progress import NoProgress
 from tetrarch.executor.buckets import Bucket
 from tetrarch.executor.executor import Executor
 from tetrarch.executor.graphs import Graphs, Replay
-from tetrarch.executor.step import DraftWork, Phase, SampleSpec, SeqChunk, SeqResult, Step
+from tetrarch.executor.step import SampleSpec
 
 Start = Callable[..., Executor]
 Serve = Callable[..., list[list[int]]]
