@@ -133,10 +133,29 @@ def test_the_triton_runner_says_what_the_reference_says_beside_it(
     assert sum(a == b for a, b in zip(got, want, strict=True)) >= 7
 
 
+@pytest.mark.parametrize("contract", [CONTRACTS[0], CONTRACTS[1]], ids="-".join)
+@pytest.mark.parametrize("count", [1, 5, 8])
+def test_graphs_say_what_plain_steps_say(
+    start: Callable[..., Executor],
+    serve: Serve,
+    prompts: list[list[int]],
+    contract: tuple[str, str],
+    count: int,
+) -> None:
+    """In full buckets and in padded ones, whose products may round a row otherwise."""
+    graphs, plain = start("cuda", *contract), start("cuda", *contract, cuda_graphs="off")
+    want = serve(plain, prompts[:count], num_new=NUM_NEW, chunk_tokens=512)
+    got = serve(graphs, prompts[:count], num_new=NUM_NEW, chunk_tokens=512)
+    assert graphs._graphs.num_replays >= NUM_NEW - 1
+    assert plain._graphs.num_replays == 0
+    same = [ours == theirs for ours, theirs in zip(got, want, strict=True)]
+    assert sum(same) >= count - (count > 1), same
+
+
 def test_a_batch_says_what_each_says_alone(
     start: Callable[..., Executor], serve: Serve, prompts: list[list[int]]
 ) -> None:
-    """Speculation included: it verifies in one step what decoding takes several for."""
+    """Buckets of another size, prompts of another batch."""
     executor = start("cuda", "nvfp4_online", "per_token")
     together = serve(executor, prompts, num_new=NUM_NEW, chunk_tokens=512)
     alone = [serve(executor, [one], num_new=NUM_NEW, chunk_tokens=512)[0] for one in prompts]

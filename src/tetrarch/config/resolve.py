@@ -79,7 +79,6 @@ def _decide(
     serve = resolve_serve(args, model, ledger)
     parallel = resolve_parallel(args, ledger)
     spec = resolve_speculation(args, checkpoint, facts, ledger, draft=draft)
-    graphs = resolve_graphs(args, spec, ledger)
     attention = resolve_attention(args, device, ledger)
     deterministic = resolve_deterministic(args, device, ledger)
     schedule = resolve_schedule(args, spec, device, ledger)
@@ -88,6 +87,14 @@ def _decide(
     quant = resolve_quant(args, checkpoint, facts, ledger)
     quant = resolve_draft_quant(args, spec, (draft or checkpoint).draft, quant, ledger)
     route = ledger.attempt(lambda: resolve_route(args, quant, device, ledger))
+    graphs = resolve_graphs(
+        args,
+        device,
+        schedule,
+        ledger,
+        runner=args.moe_runner if route is None else route.runner,
+        attention=attention,
+    )
     dispatch = args.moe_dispatch if route is None else route.dispatch
     sized = partial(token_budget, schedule, spec, graphs=graphs, parallel=parallel)
     budget = ledger.attempt(lambda: sized(dispatch=dispatch, context_len=model.context_len))

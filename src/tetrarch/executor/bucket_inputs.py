@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tetrarch.attention.types import AttentionInputs
 from tetrarch.core.specs import TensorSpec
 from tetrarch.executor.buckets import Bucket, Layout
+from tetrarch.executor.transfer import upload
 from tetrarch.memory.slots import SlotTable
 
 __all__ = ["BucketInputs", "Rows", "SparePage"]
@@ -145,10 +145,9 @@ class BucketInputs:
 
     def _spread(self, rows: Rows, layout: Layout) -> tuple[Rows, Tensor | None]:
         """Return the bucket's rows, and where the batch's rows are among them."""
-        parts = (layout.source, layout.back, layout.is_spare, layout.seqs, layout.row_of)
-        packed = torch.from_numpy(np.concatenate(parts, dtype=np.int64))
-        source, back, is_spare, seqs, row_of = _sent(packed, rows.token_ids.device).split(
-            [len(part) for part in parts]
+        source, back, is_spare, seqs, row_of = upload(
+            rows.token_ids.device,
+            *(layout.source, layout.back, layout.is_spare, layout.seqs, layout.row_of),
         )
         attn = rows.attn
         spare = self._spare_slots[: len(source)]
@@ -157,7 +156,7 @@ class BucketInputs:
             positions=rows.positions[source] - back,
             attn=replace(
                 attn,
-                write_at=torch.where(is_spare > 0, spare, attn.write_at[source]),
+                write_at=torch.where(is_spare, spare, attn.write_at[source]),
                 kv_lens=attn.kv_lens[seqs],
                 page_table=attn.page_table[seqs],
                 kv_lens_host=tuple(attn.kv_lens_host[seq] for seq in layout.seqs),
@@ -166,10 +165,3 @@ class BucketInputs:
             hidden=None if rows.hidden is None else rows.hidden[source],
         )
         return spread, None if layout.is_even else row_of
-
-
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Send a host tensor on its way; from memory that is not pinned the copy would wait."""
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)

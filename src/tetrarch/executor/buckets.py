@@ -15,7 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Bucket", "Layout", "choose_bucket", "lay_out"]
+from tetrarch.config.budget import tokens_per_request
+from tetrarch.config.plan import Plan
+from tetrarch.core.units import ceil_div
+
+__all__ = ["Bucket", "Layout", "buckets_of", "choose_bucket", "lay_out", "pages_per_seq"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -50,6 +54,18 @@ class Layout:
     seqs: NDArray[np.int64]
     row_of: NDArray[np.int64]
     is_even: bool
+
+
+def buckets_of(plan: Plan) -> tuple[Bucket, ...]:
+    """Return the sizes that a plan captures: of one row, and of as many as are verified."""
+    lengths = sorted({1, tokens_per_request(plan.spec)})
+    return tuple(Bucket(size, q) for q in lengths for size in plan.graphs.decode_batches)
+
+
+def pages_per_seq(plan: Plan) -> int:
+    """Return the most pages of a sequence: those of a whole context, and of drafts beyond."""
+    longest = plan.model.context_len + tokens_per_request(plan.spec)
+    return ceil_div(longest, plan.memory.page_size)
 
 
 def choose_bucket(
