@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from tetrarch.executor.results import step_result
+from tetrarch.executor.results import Draws
 from tetrarch.executor.step import SeqChunk, SeqResult, Step, StepResult
 
 Make = Callable[..., Any]
@@ -49,7 +49,7 @@ class TableExecutor:
     def step(self, step: Step) -> StepResult:
         rows = [seq.token_ids[-len(seq.samples) :] for seq in step.seqs]
         logits = TABLE[[token for tokens in rows for token in tokens]]
-        results = step_result(step, logits).seqs
+        results = Draws(step, logits).wait().seqs
         done = [self.verify(*pair) for pair in zip(step.seqs, results, strict=True)]
         return StepResult(
             tuple(

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final, Protocol
 
 __all__ = [
+    "FUTURE",
+    "Done",
     "DraftWork",
+    "Pending",
     "Phase",
     "PromptScoring",
     "SampleSpec",
@@ -21,6 +25,11 @@ __all__ = [
     "StepResult",
     "TokenLogprob",
 ]
+
+
+FUTURE: Final = -1
+"""A chunk's last token id where the host does not know it yet: what the step launched before drew
+for the same row."""
 
 
 class Phase(StrEnum):
@@ -101,6 +110,7 @@ class SeqChunk:
     Attributes:
         row: Stable index of the sequence among the running ones.
         token_ids: New tokens, at positions `start`, `start + 1`, …; drafts to verify come last.
+            The last one may be `FUTURE`.
         start: Number of tokens of the sequence already in the KV pool.
         pages: Page ids that hold positions 0 to `start + len(token_ids) - 1`, in order, and those
             that the draft writes beyond.
@@ -174,3 +184,22 @@ class StepResult:
     """The results of one step, sequence by sequence."""
 
     seqs: tuple[SeqResult, ...] = field(default=())
+
+
+class Pending(Protocol):
+    """A step that has been launched."""
+
+    def wait(self) -> StepResult:
+        """Return what it yields, once that is known; to be called once, in order of launch."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step whose result is known: the `Pending` of one that nobody need wait for."""
+
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        """Return the result."""
+        return self.result

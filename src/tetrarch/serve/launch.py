@@ -17,7 +17,7 @@ from tetrarch.config.plan import Plan
 from tetrarch.core.errors import ConfigError
 from tetrarch.core.progress import NoProgress, Progress
 from tetrarch.engine.process import EngineProcess
-from tetrarch.engine.text import load_tokenizer
+from tetrarch.engine.textless import tokenizer_of
 from tetrarch.serve.client import EngineClient
 from tetrarch.serve.door import Door
 from tetrarch.serve.life import BACKLOG, Life
@@ -54,9 +54,7 @@ def serve(
         door = Door(
             plan=replace(plan, serve=host),
             client=EngineClient(partial(time_update, metrics)),
-            tokenizer=load_tokenizer(
-                plan.model.tokenizer_path, chat_template=plan.serve.chat_template
-            ),
+            tokenizer=tokenizer_of(plan),
             metrics=metrics,
             chat_defaults=read_chat_defaults(Path(plan.model.path)),
         )
