@@ -92,7 +92,7 @@ def _decide(
         device,
         schedule,
         ledger,
-        runner=args.moe_runner if route is None else route.runner,
+        runner="triton" if route is None else route.runner,  # what is refused waits for nobody
         attention=attention,
     )
     dispatch = args.moe_dispatch if route is None else route.dispatch
