@@ -119,6 +119,7 @@ class LiveUpdate:
             parts = {part: pieces.parts[name] for part, name in one.weight.parts.items()}
             self._writer.stage(one.weight, one.to, parts)
             self._taken.add(one.weight.name)
+        self._writer.check()
 
     @torch.no_grad()
     def commit(self, pieces: Pieces) -> None:
