@@ -73,6 +73,15 @@ class LaunchArgs(EngineArgs, ModelArgs):
             group="machine",
         ),
     ] = "auto"
+    attention_backend: Annotated[
+        str,
+        Knob(
+            "Who computes attention; auto: Triton on a GPU, torch on a CPU",
+            choices=("auto", "torch", "triton"),
+            synonyms=(("torch_native", "torch"),),
+            group="machine",
+        ),
+    ] = "auto"
     threads: Annotated[
         int | None,
         Knob(

@@ -20,6 +20,7 @@ from tetrarch.config.plan import ExpertPlan, ModelFacts, Plan
 from tetrarch.config.resolve_experts import resolve_decoded_cache, resolve_route
 from tetrarch.config.resolve_host import resolve_process_env, resolve_threads
 from tetrarch.config.resolve_later import (
+    resolve_attention,
     resolve_deterministic,
     resolve_graphs,
     resolve_parallel,
@@ -78,7 +79,7 @@ def _decide(
     serve = resolve_serve(args, model, ledger)
     parallel = resolve_parallel(args, ledger)
     spec = resolve_speculation(args, checkpoint, facts, ledger, draft=draft)
-    graphs = resolve_graphs(args, spec, ledger)
+    attention = resolve_attention(args, device, ledger)
     deterministic = resolve_deterministic(args, device, ledger)
     schedule = resolve_schedule(args, spec, device, ledger)
     memory = resolve_memory(args, model, device, schedule, ledger)
@@ -86,6 +87,14 @@ def _decide(
     quant = resolve_quant(args, checkpoint, facts, ledger)
     quant = resolve_draft_quant(args, spec, (draft or checkpoint).draft, quant, ledger)
     route = ledger.attempt(lambda: resolve_route(args, quant, device, ledger))
+    graphs = resolve_graphs(
+        args,
+        device,
+        schedule,
+        ledger,
+        runner=args.moe_runner if route is None else route.runner,
+        attention=attention,
+    )
     dispatch = args.moe_dispatch if route is None else route.dispatch
     sized = partial(token_budget, schedule, spec, graphs=graphs, parallel=parallel)
     budget = ledger.attempt(lambda: sized(dispatch=dispatch, context_len=model.context_len))
@@ -108,6 +117,7 @@ def _decide(
         schedule=schedule,
         serve=serve,
         device=device,
+        attention=attention,
         deterministic=deterministic,
         num_threads=threads,
         process_env=resolve_process_env(threads),

@@ -156,7 +156,8 @@ def _start(plan: Plan, link: Link) -> Engine:
     available = free_bytes(plan.device)
     try:
         executor = Executor(plan, progress=LinkProgress(link))
-        engine = Engine(plan, executor, load_tokenizer(plan.model.tokenizer_path))
+        path = plan.model.tokenizer_path
+        engine = Engine(plan, executor, None if path is None else load_tokenizer(path))
     except TetrarchError as error:
         link.tell([StartFailed.of(error)])
         raise SystemExit(1) from error  # the parent prints it: three lines, no traceback

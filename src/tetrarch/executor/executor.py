@@ -15,7 +15,9 @@ from tetrarch.config.plan import Plan
 from tetrarch.core.errors import CheckpointError
 from tetrarch.core.progress import NoProgress, Progress
 from tetrarch.executor.batch import build_batch
+from tetrarch.executor.buckets import buckets_of, pages_per_seq
 from tetrarch.executor.capacity import Capacity, free_bytes, free_host_bytes, kv_capacity
+from tetrarch.executor.graphs import CudaRecorder, Graphs, Recorder
 from tetrarch.executor.regions import RegionChange, Regions, RegionState
 from tetrarch.executor.results import Draws
 from tetrarch.executor.smoke import smoke_steps
@@ -42,7 +44,8 @@ class Executor:
 
     Args:
         plan: What to build.
-        progress: Told how far loading has come.
+        progress: Told how far loading and capturing have come.
+        recorder: Captures; CUDA's by default.
 
     Attributes:
         device: Where it computes.
@@ -58,7 +61,13 @@ class Executor:
         ConfigError: The KV pool does not hold one context.
     """
 
-    def __init__(self, plan: Plan, *, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        progress: Progress | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.plan = plan
         self.device = torch.device(plan.device.torch_device)
         if plan.device.torch_device == "cpu":
@@ -76,9 +85,10 @@ class Executor:
             bytes_per_token=bytes_per_token(self._model.sites, dtype),
             free=free_bytes(plan.device),
         )
+        buckets = buckets_of(plan)
         self._pool = KVPool(
             self._model.sites,
-            self.capacity.num_pages,
+            self.capacity.num_pages + bool(buckets),  # a spare one, for what fills buckets
             page_size=self.capacity.page_size,
             dtype=dtype,
             device=self.device,
@@ -88,6 +98,15 @@ class Executor:
         self._last_ids = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self._keeps_weights = False  # since the last release
         self.num_steps = self.moe_tokens_high_water = 0
+        self._graphs = Graphs(
+            self._model,
+            self._pool,
+            buckets=buckets,
+            pages_per_seq=pages_per_seq(plan),
+            arena=self.regions[Region.GRAPHS],
+        )
+        if buckets:
+            self._graphs.capture(recorder or CudaRecorder(self.device), progress or NoProgress())
         self._smoke()
         self.num_steps = self.moe_tokens_high_water = 0
 
@@ -121,7 +140,7 @@ class Executor:
         )
         self.num_steps += 1
         self.moe_tokens_high_water = max(self.moe_tokens_high_water, sum(batch.rank_tokens))
-        found = self._model.forward(
+        found = self._graphs.forward(
             batch.token_ids,
             batch.positions,
             batch.attn,
@@ -136,7 +155,7 @@ class Executor:
         return _Drafts(
             draws,
             partial(
-                with_drafts, self._model, self._pool, step=step, batch=batch, hidden=found.hidden
+                with_drafts, self._graphs, self._pool, step=step, batch=batch, hidden=found.hidden
             ),
         )
 

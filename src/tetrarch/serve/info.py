@@ -66,7 +66,7 @@ async def model_info(door: Door, _: Request) -> Response:
             "is_generation": True,
             "preferred_sampling_params": None,
             "weight_version": door.weight_version,
-            "load_format": "auto",
+            "load_format": "dummy" if model.load_format == "dummy" else "auto",
             "reasoning_parser": None,
             "tool_call_parser": None,
             "disaggregation_mode": "null",
