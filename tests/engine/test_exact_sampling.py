@@ -11,12 +11,12 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tetrarch.executor.results import Draws
 from tetrarch.executor.step import Done, Pending, SeqChunk, SeqResult, Step, StepResult

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+
+from msgspec import structs
 
 from tetrarch.core.units import ceil_div
 from tetrarch.engine.adaptive import DraftLength
@@ -196,7 +197,7 @@ class Sequence:
             return (first,)
         least = self.request.sampling.min_new_tokens
         return tuple(
-            replace(
+            structs.replace(
                 first,
                 position=first.position + ahead,
                 output_ids=first.output_ids + drafts[:ahead] if self.reads_outputs else (),
