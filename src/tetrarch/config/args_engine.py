@@ -52,6 +52,16 @@ class EngineArgs:
             group="scheduling",
         ),
     ] = True
+    overlap_schedule: Annotated[
+        str,
+        Knob(
+            "Whether the next step is prepared and launched while the device computes the last "
+            "one. auto: on a GPU, without speculation",
+            also=(Alias("--disable-overlap-schedule", means="off"),),
+            choices=("auto", "on", "off"),
+            group="scheduling",
+        ),
+    ] = "auto"
 
     page_size: Annotated[
         int | None,

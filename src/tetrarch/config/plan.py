@@ -165,6 +165,7 @@ class SchedulePlan:
     chunk_tokens: int  # a multiple of the page size; 0: prompts are not chunked
     mixed_chunk: bool  # decodes ride along with a prefill chunk
     prefix_cache: bool
+    overlap: bool = False  # a step is launched before the results of the last one are read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

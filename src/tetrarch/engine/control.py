@@ -150,6 +150,8 @@ class Control:
             self._try(one.message.ticket, partial(self._retry, one))
 
     def _try(self, ticket: int, act: Act) -> None:
+        """Act between two steps: what is in flight comes first, and is told first."""
+        self._say(self._engine.drain())
         if (reply := answered(ticket, act, code=self._code)) is not None:
             self._say([reply])
 
