@@ -4,7 +4,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from tetrarch.core.errors import CheckpointError
