@@ -30,6 +30,7 @@ from tetrarch.memory.slots import Region
 from tetrarch.models.build import Model, build_model
 from tetrarch.models.compiled import compile_layers
 from tetrarch.models.load import LoadReport
+from tetrarch.models.surgery import part_unlike
 
 __all__ = ["KV_RELEASED", "READY", "Executor"]
 
@@ -80,6 +81,7 @@ class Executor:
         host = partial(free_host_bytes, plan.device)
         self.weights = WeightStore(self._model, plan, free_host=host)
         self.load_report: LoadReport = self.weights.load(progress or NoProgress())
+        part_unlike(self._model.hf)
         if plan.compiles_layers:
             compile_layers(self._model)
         dtype = self._model.dtype

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tetrarch.attention.backends import BUILT, REFERENCE, ROW_INVARIANT, AttentionBackend
@@ -26,9 +27,10 @@ from tetrarch.models.draft import DraftHead, draft_of
 from tetrarch.models.materialise import materialise, shorten_lookups
 from tetrarch.models.names import NamePlan
 from tetrarch.models.norms import fuse_norms
-from tetrarch.models.onednn import FEW_ROWS, is_small, without_onednn
+from tetrarch.models.onednn import FEW_ROWS, is_small, product, without_onednn
 from tetrarch.models.row_invariant import RowInvariant
 from tetrarch.models.skeleton import ExpertSite, Skeleton, read_skeleton, swap_module
+from tetrarch.models.surgery import join_products
 from tetrarch.moe.build import build_layer
 from tetrarch.moe.layer import MoELayer
 from tetrarch.moe.types import ExpertSpec
@@ -235,6 +237,10 @@ def build_model(
             arena=arena,
         )
         swap_module(skeleton.model, site.path, layers[site.path])
+    is_plain = (
+        device.type != "cpu" or plan.deterministic
+    )  # rows must not decide how one is computed
+    join_products(skeleton.model, F.linear if is_plain else product)
     weights = materialise(skeleton.model, SlotTable(arena), dtype=dtype, device=device)
     shorten_lookups(skeleton.model)
     return Model(
