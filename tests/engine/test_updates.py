@@ -542,6 +542,14 @@ def test_a_request_between_two_calls_gets_503_and_the_trainer_goes_on(
     desk.run()
     assert desk.tokens("b") == alone(1, PROMPT, LENGTH)[0]
     assert spans(desk, "b") == [("1", 0, LENGTH)]
+    assert_told_unasked(desk, len(new_tensors))
+
+
+def assert_told_unasked(desk: Any, num_tensors: int) -> None:
+    """No call has ended the update, and yet it is told once, to be timed."""
+    reply = desk.reply(0)
+    assert (reply.ok, reply.payload["num_tensors"]) == (True, num_tensors)
+    assert (reply.payload["source"], reply.payload["seconds"] > 0) == ("tensor", True)
 
 
 def probe(rid: str) -> GenerateRequest:
@@ -607,6 +615,7 @@ def test_a_trainer_that_never_said_that_it_was_done_is_taken_to_be(
     desk.turn()
     assert (rank.weights.is_open, rank.checksum()) == (False, checksums[1])
     assert desk.beat.weight_version == "1"
+    assert_told_unasked(desk, len(new_tensors))
 
 
 def test_an_explicit_update_waits_for_its_end_and_the_log_says_so(

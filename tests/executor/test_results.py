@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tetrarch.executor.results import Draws
 from tetrarch.executor.step import Phase, PromptScoring, SampleSpec, SeqChunk, Step

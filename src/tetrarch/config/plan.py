@@ -71,11 +71,12 @@ class ModelPlan:
     """Which checkpoint, and how it is named and typed."""
 
     path: str  # a local folder
-    tokenizer_path: str
+    tokenizer_path: str | None  # None: prompts and outputs are token ids
     served_name: str
     dtype: str  # "bfloat16" | "float16" | "float32": hidden states and dense weights
     context_len: int
     facts: ModelFacts
+    load_format: str = "safetensors"  # or "dummy": random numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +165,7 @@ class SchedulePlan:
     chunk_tokens: int  # a multiple of the page size; 0: prompts are not chunked
     mixed_chunk: bool  # decodes ride along with a prefill chunk
     prefix_cache: bool
+    overlap: bool = False  # a step is launched before the results of the last one are read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +255,7 @@ class Plan:
     device: Device
     attention: str  # "torch" | "triton": who computes it
     deterministic: bool
+    compiles_layers: bool = False  # by torch.compile
     num_threads: int  # CPU threads of one engine process
     process_env: tuple[tuple[str, str], ...]  # what libraries read; set at spawn only
     decisions: tuple[Decision, ...]

@@ -30,10 +30,9 @@ from tetrarch.executor.updates import (
 from tetrarch.memory.checksum import digest
 from tetrarch.memory.journal import Journal
 from tetrarch.models.build import Model
-from tetrarch.models.load import fill, load_weights
+from tetrarch.models.load import fill, first_load
 from tetrarch.models.readback import checksums, read_back
 from tetrarch.models.report import LoadReport
-from tetrarch.models.sources import open_checkpoint
 from tetrarch.models.update import LiveUpdate
 from tetrarch.models.writer import WeightWriter
 
@@ -78,9 +77,7 @@ class WeightStore:
         Raises:
             CheckpointError: It does not fit the model, or holds what cannot be weights.
         """
-        source, quant = open_checkpoint(self._plan, self.path), self._plan.quant
-        placed = self._planner.place(source)
-        report = load_weights(self._model, source, plan=quant, progress=progress, placements=placed)
+        report = first_load(self._model, self._plan, progress, place=self._planner.place)
         self.state = WeightsState.READY
         return report
 
