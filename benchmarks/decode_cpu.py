@@ -32,7 +32,7 @@ from tetrarch.config.resolve import resolve
 from tetrarch.core.units import ceil_div
 from tetrarch.executor.batch import build_batch
 from tetrarch.executor.executor import Executor
-from tetrarch.executor.results import step_result
+from tetrarch.executor.results import Draws
 from tetrarch.executor.step import Phase, SampleSpec, SeqChunk, Step
 from tetrarch.models.describe import describe
 
@@ -96,7 +96,7 @@ def host(executor: Executor, streams: int, *, num_steps: int) -> list[float]:
             budget=plan.experts.budget,
             device=logits.device,
         )
-        step_result(step, logits)
+        Draws(step, logits).wait()
         seconds.append(time.perf_counter() - start)
     return seconds
 

@@ -16,16 +16,18 @@ __all__ = ["provenance"]
 
 def provenance() -> dict[str, str | int]:
     """Return command, date, commit, versions and processor."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    )
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (subprocess.CalledProcessError, FileNotFoundError):
+        commit = "not a checkout"
     cpuinfo = Path("/proc/cpuinfo")  # Linux only
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit.stdout.strip(),
+        "commit": commit,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cpu": models[0] if models else platform.machine(),

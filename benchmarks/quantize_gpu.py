@@ -12,20 +12,15 @@ microseconds) say so by their time.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
-
 import torch
 import triton
-from provenance import provenance
+from measure import BEYOND_CACHE, copy_ceiling, machine, time_graph, write
 from torch import Tensor
 
 from tetrarch.kernels.grouped_gemm.tiles import max_blocks
@@ -35,7 +30,6 @@ from tetrarch.kernels.quantize import triton as quantize
 from tetrarch.numerics import nvfp4
 from tetrarch.numerics.contract import WEIGHT_RECIPE, Recipe
 
-BEYOND_L2 = 256 << 20  # bytes
 BF16 = torch.bfloat16
 WIDTHS = (768, 2048, 2688, 7168)
 # tokens, experts a token, experts, hidden size
@@ -77,9 +71,7 @@ class Bench:
         """Measure the ceiling; with `words`, only kernels whose names have one of them."""
         self.rows: list[Row] = []
         self.words = words
-        big = torch.empty(1 << 29, dtype=BF16, device="cuda")
-        target = torch.empty_like(big)
-        self.ceiling = 2 * big.nbytes / time_of([lambda: torch.neg(big, out=target)], repeat=10)
+        self.ceiling = copy_ceiling()
 
     def add(
         self,
@@ -94,8 +86,9 @@ class Bench:
         first = make()
         first.run()
         equal = check(*first.tensors)
-        count = max(1, min(64, BEYOND_L2 // first.size)) if first.size else 1
-        seconds = time_of([first.run, *(make().run for _ in range(count - 1))])
+        count = max(1, min(64, BEYOND_CACHE // first.size)) if first.size else 1
+        launches = [first.run, *(make().run for _ in range(count - 1))]
+        seconds = time_graph(launches * max(1, 32 // count))
         rate = first.size / seconds
         words = " x ".join(map(str, shape))
         row = Row(kernel, words, seconds * 1e6, rate / 1e9, 100 * rate / self.ceiling, equal)
@@ -105,27 +98,6 @@ class Bench:
             f"{row.percent_of_copy:7.1f} % of copy  {'equal' if equal else 'DIFFERENT BITS'}",
             flush=True,
         )
-
-
-def time_of(launches: list[Callable[[], object]], repeat: int = 5) -> float:
-    """Return the seconds of one launch, the best of `repeat` replays of a graph of all."""
-    for _ in range(3):
-        launches[0]()
-    torch.cuda.synchronize()
-    rounds = max(1, 32 // len(launches))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches * rounds:
-            launch()
-    best = float("inf")
-    for _ in range(repeat):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) / 1e3)
-    return best / rounds / len(launches)
 
 
 def same(mine: Tensor, defined: Tensor) -> bool:
@@ -254,7 +226,7 @@ def sweep(bench: Bench) -> dict[str, dict[str, float]]:
             if 8 <= per_thread <= 64:
                 quantize.tile_shape = partial(lambda shape, *_: shape, (rows, warps))
                 cases = [rounded_rows((8192, width), None, None) for _ in range(4)]
-                rate = cases[0].size / time_of([case.run for case in cases])
+                rate = cases[0].size / time_graph([case.run for case in cases])
                 results[f"{rows} rows, {warps} warps"] = 100 * rate / bench.ceiling
         quantize.tile_shape = shape_of
         best = sorted(results, key=results.__getitem__, reverse=True)[:3]
@@ -277,21 +249,14 @@ def main() -> None:
     print(f"copy ceiling {bench.ceiling / 1e9:.0f} GB/s on {torch.cuda.get_device_name()}")
     bench_all(bench)
     found = sweep(bench) if args.sweep else {}
-    if args.json is not None:
-        try:
-            origin = provenance()
-        except (subprocess.CalledProcessError, FileNotFoundError):  # a copy without its history
-            origin = {"torch": torch.__version__}
-        result = {
-            "benchmark": "quantize_gpu",
-            "gpu": torch.cuda.get_device_name(),
-            "triton": triton.__version__,
-            "copy_gb_per_s": bench.ceiling / 1e9,
-            "rows": [asdict(row) for row in bench.rows],
-            "sweep_percent_of_copy": found,
-            **origin,
-        }
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    result = {
+        "benchmark": "quantize_gpu",
+        **machine(),
+        "copy TB/s": bench.ceiling / 1e12,
+        "rows": [asdict(row) for row in bench.rows],
+        "sweep_percent_of_copy": found,
+    }
+    write(result, args.json)
     different = [row for row in bench.rows if not row.equal]
     if different:
         raise SystemExit(f"{len(different)} results differ from the reference")

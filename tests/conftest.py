@@ -222,6 +222,7 @@ def _make_plan(
             memory_bytes=1 << 33,
             physical_cores=1,
         ),
+        attention="torch",
         deterministic=False,
         num_threads=1,
         process_env=(),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check and time the Triton kernels on this machine's GPU, in one go.
 
-    python tools/check_triton.py [--out FOLDER] [--tests ARGS] [--run "attention_gpu --sweep" ...]
+    python tools/check_triton.py [--out FOLDER] [--tests ARGS] [--run "attention_tiles" ...]
 
 Runs the tests marked `gpu`, then each benchmark in a process of its own; one that fails does not
 stop the next. Results land as JSON in the folder; the summary and the exit status come last.

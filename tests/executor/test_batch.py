@@ -11,7 +11,7 @@ import torch
 from tetrarch.config.plan import TokenBudget
 from tetrarch.core.errors import CapacityExceeded
 from tetrarch.executor.batch import ForwardBatch, build_batch
-from tetrarch.executor.step import Phase, PromptScoring, SampleSpec, SeqChunk, Step
+from tetrarch.executor.step import FUTURE, Phase, PromptScoring, SampleSpec, SeqChunk, Step
 
 PAGE = 4
 BUDGET = TokenBudget(per_rank=64, rows=64, term="decode: 64 requests x 1 token")
@@ -122,3 +122,21 @@ def test_a_sequence_with_too_few_pages_is_refused() -> None:
     other = SeqChunk(row=1, token_ids=(1,), start=4, pages=(2, 3))
     with pytest.raises(CapacityExceeded, match="row 7 needs 2 pages and holds 1"):
         build(other, short)
+
+
+def test_a_future_token_is_the_last_one_of_its_row() -> None:
+    last_ids = torch.tensor([70, 71, 72, 73])
+    seqs = [
+        SeqChunk(row=2, token_ids=(FUTURE,), start=1, pages=(0,)),
+        SeqChunk(row=1, token_ids=(1, 2, 3), start=0, pages=(1,)),
+        SeqChunk(row=3, token_ids=(5, FUTURE), start=0, pages=(2,)),
+    ]
+    batch = build_batch(
+        step_of(*seqs),
+        page_size=PAGE,
+        budget=BUDGET,
+        device=torch.device("cpu"),
+        last_ids=last_ids,
+    )
+    assert batch.token_ids.tolist() == [72, 1, 2, 3, 5, 73]
+    assert last_ids.tolist() == [70, 71, 72, 73]

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tetrarch.executor.sample import sample, uniform
+from tetrarch.executor import sample as room
+from tetrarch.executor.sample import uniform
 from tetrarch.executor.step import SampleSpec
 
 LOGITS = [2.0, 0.5, 1.0, -1.0, 0.0, 3.0, -0.5, 1.5]
@@ -28,6 +29,11 @@ FILTERS: dict[str, dict[str, Any]] = {
     "penalised": {"output_ids": (5, 5, 0), "frequency_penalty": 0.7, "repetition_penalty": 1.4},
     "banned": {"banned_ids": (5, 0)},
 }
+
+
+def sample(logits: torch.Tensor, specs: list[SampleSpec]) -> list[int | None]:
+    """One id per row; `None` where it could not be drawn."""
+    return [None if i < 0 else i for i in room.sample(logits, specs).tolist()]
 
 
 def exact(spec: SampleSpec) -> list[float]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,6 +56,10 @@ class AttentionBackend(Protocol):
         """Work out what every layer of one step needs."""
         ...
 
+    def cuts(self, q_lens: Sequence[int], kv_lens: Sequence[int]) -> bool:
+        """Whether buffers hold the spans of these short sequences; captured steps rely on it."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class TorchAttention:
@@ -75,6 +79,10 @@ class TorchAttention:
             page_size=page_size,
         )
         return _TorchStep(self, batch)
+
+    def cuts(self, q_lens: Sequence[int], kv_lens: Sequence[int]) -> bool:  # noqa: ARG002
+        """Buffers there are none, so that none is too small."""
+        return True
 
 
 REFERENCE = TorchAttention(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["AttentionInputs", "AttentionSite"]
+__all__ = ["AttentionInputs", "AttentionSite", "LargestStep"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,17 @@ class AttentionSite:
 
     index: int  # position among the attention layers
     name: str  # the HF module's path
+    num_heads: int  # of queries
     num_kv_heads: int  # 1 for MLA
     key_dim: int
     value_dim: int
     latent: bool  # MLA
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestStep:
+    """What a backend's buffers must hold, for a model's life."""
+
+    num_seqs: int
+    short_q_len: int  # rows of a sequence that decodes, drafts included
+    context_len: int

@@ -75,7 +75,7 @@ class ModelArgs:
             "Longest prompt and output together; auto: the model's",
             unit="tokens",
             group="model",
-            at_least=1,
+            at_least=2,  # a prompt of one token and one that is drawn
         ),
     ] = None
     chat_template: Annotated[

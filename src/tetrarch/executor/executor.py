@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from tetrarch.attention.pool import KVPool, bytes_per_token
@@ -13,16 +15,20 @@ from tetrarch.config.plan import Plan
 from tetrarch.core.errors import CheckpointError
 from tetrarch.core.progress import NoProgress, Progress
 from tetrarch.executor.batch import build_batch
+from tetrarch.executor.buckets import buckets_of, pages_per_seq
 from tetrarch.executor.capacity import Capacity, free_bytes, free_host_bytes, kv_capacity
+from tetrarch.executor.graphs import CudaRecorder, Graphs, Recorder
 from tetrarch.executor.regions import RegionChange, Regions, RegionState
-from tetrarch.executor.results import step_result
+from tetrarch.executor.results import Draws
 from tetrarch.executor.smoke import smoke_steps
 from tetrarch.executor.speculate import with_drafts
-from tetrarch.executor.step import Step, StepResult
+from tetrarch.executor.step import Done, Pending, Step, StepResult
+from tetrarch.executor.transfer import upload
 from tetrarch.executor.updates import WeightsState
 from tetrarch.executor.weights import WeightStore
 from tetrarch.memory.slots import Region
 from tetrarch.models.build import Model, build_model
+from tetrarch.models.compiled import compile_layers
 from tetrarch.models.load import LoadReport
 
 __all__ = ["KV_RELEASED", "READY", "Executor"]
@@ -39,7 +45,8 @@ class Executor:
 
     Args:
         plan: What to build.
-        progress: Told how far loading has come.
+        progress: Told how far loading and capturing have come.
+        recorder: Captures; CUDA's by default.
 
     Attributes:
         device: Where it computes.
@@ -55,7 +62,13 @@ class Executor:
         ConfigError: The KV pool does not hold one context.
     """
 
-    def __init__(self, plan: Plan, *, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        progress: Progress | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.plan = plan
         self.device = torch.device(plan.device.torch_device)
         if plan.device.torch_device == "cpu":
@@ -67,43 +80,70 @@ class Executor:
         host = partial(free_host_bytes, plan.device)
         self.weights = WeightStore(self._model, plan, free_host=host)
         self.load_report: LoadReport = self.weights.load(progress or NoProgress())
+        if plan.compiles_layers:
+            compile_layers(self._model)
         dtype = self._model.dtype
         self.capacity: Capacity = kv_capacity(
             plan,
             bytes_per_token=bytes_per_token(self._model.sites, dtype),
             free=free_bytes(plan.device),
         )
+        buckets = buckets_of(plan)
         self._pool = KVPool(
             self._model.sites,
-            self.capacity.num_pages,
+            self.capacity.num_pages + bool(buckets),  # a spare one, for what fills buckets
             page_size=self.capacity.page_size,
             dtype=dtype,
             device=self.device,
             arena=self.regions[Region.KV_CACHE],
         )
+        rows = plan.schedule.max_running_requests
+        self._last_ids = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self._keeps_weights = False  # since the last release
         self.num_steps = self.moe_tokens_high_water = 0
+        self._graphs = Graphs(
+            self._model,
+            self._pool,
+            buckets=buckets,
+            pages_per_seq=pages_per_seq(plan),
+            arena=self.regions[Region.GRAPHS],
+        )
+        if buckets:
+            self._graphs.capture(recorder or CudaRecorder(self.device), progress or NoProgress())
         self._smoke()
         self.num_steps = self.moe_tokens_high_water = 0
 
-    @torch.inference_mode()
     def step(self, step: Step) -> StepResult:
-        """Run one forward, draw the next tokens, and let the draft guess those after them.
+        """Launch a step and wait for it.
+
+        Raises:
+            CapacityExceeded: The step is larger than the buffers; nothing was computed.
+        """
+        return self.launch(step).wait()
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Pending:
+        """Start one forward and draw the next tokens; a CPU has computed them on return.
+
+        The draft, where there is one, guesses those after them while `wait` waits. So with
+        drafts, and whatever reads more than `FUTURE` of this step's tokens, a step is to be
+        launched only when the one before has been waited for.
 
         Raises:
             CapacityExceeded: The step is larger than the buffers; nothing was computed.
         """
         if not step.seqs:
-            return StepResult()
+            return Done(StepResult())
         batch = build_batch(
             step,
             page_size=self.capacity.page_size,
             budget=self.plan.experts.budget,
             device=self.device,
+            last_ids=self._last_ids,
         )
         self.num_steps += 1
         self.moe_tokens_high_water = max(self.moe_tokens_high_water, sum(batch.rank_tokens))
-        found = self._model.forward(
+        found = self._graphs.forward(
             batch.token_ids,
             batch.positions,
             batch.attn,
@@ -111,12 +151,22 @@ class Executor:
             batch.logits_at,
             wants_hidden=any(seq.draft is not None for seq in step.seqs),
         )
-        result = step_result(step, found.logits)
+        draws = Draws(step, found.logits)
+        self._note_last_ids(step, draws)
         if found.hidden is None:
-            return result
-        return with_drafts(
-            self._model, self._pool, step=step, result=result, batch=batch, hidden=found.hidden
+            return draws
+        return _Drafts(
+            draws,
+            partial(
+                with_drafts, self._graphs, self._pool, step=step, batch=batch, hidden=found.hidden
+            ),
         )
+
+    def _note_last_ids(self, step: Step, draws: Draws) -> None:
+        """Keep what was drawn for each row; a broken row's next token may be anything valid."""
+        rows = [seq.row for seq in step.seqs for _ in seq.samples]
+        (at,) = upload(self.device, np.array(rows, np.int64))
+        self._last_ids[at] = draws.token_ids.clamp(min=0)
 
     @property
     def state(self) -> str:
@@ -182,3 +232,15 @@ class Executor:
                     why="the weights hold NaN or Inf, or overflow " + self.plan.model.dtype,
                     fix="check the checkpoint; float16 models may need --dtype bfloat16",
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafts:
+    """A step after which the draft guesses, once it is known which tokens were accepted."""
+
+    draws: Draws
+    add_drafts: Callable[..., StepResult]
+
+    @torch.inference_mode()
+    def wait(self) -> StepResult:
+        return self.add_drafts(result=self.draws.wait())

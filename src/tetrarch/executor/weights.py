@@ -115,6 +115,7 @@ class WeightStore:
             num_tensors=load.num_tensors,
             num_bytes=load.num_bytes,
             seconds=load.seconds,
+            unused=load.unused,
             load=load,
         )
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tetrarch.attention.backends import REFERENCE, ROW_INVARIANT
+from tetrarch.attention.backends import BUILT, REFERENCE, ROW_INVARIANT, AttentionBackend
 from tetrarch.attention.layer import CONTEXT, LatentTap, PagedAttention
 from tetrarch.attention.pool import KVPool
-from tetrarch.attention.types import AttentionInputs, AttentionSite
+from tetrarch.attention.types import AttentionInputs, AttentionSite, LargestStep
+from tetrarch.config.budget import tokens_per_request
 from tetrarch.config.patterns import matches
 from tetrarch.config.plan import Plan, QuantPlan
 from tetrarch.memory.arena import Arena
@@ -58,6 +59,7 @@ class Model:
         experts: Path of each expert module to the layer that replaced it.
         ignored: Those of them that run unquantized, by `--fp4-ignored-layers`.
         sites: The attention layers, in the order of the KV pool.
+        attention: Who computes them.
         weights: Every other parameter and persistent buffer, under its Hugging Face name; the
             model's parameters share this storage, whose address never changes.
         scratch: Buffers that the expert layers share.
@@ -72,12 +74,18 @@ class Model:
     experts: Mapping[str, MoELayer]
     ignored: frozenset[str]
     sites: tuple[AttentionSite, ...]
+    attention: AttentionBackend
     weights: SlotTable
     scratch: SlotTable
     dtype: torch.dtype
     device: torch.device
     vocab_size: int
     deterministic: bool
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states."""
+        return self.hf.config.get_text_config().hidden_size
 
     @cached_property
     def draft(self) -> DraftHead | None:
@@ -171,8 +179,7 @@ class Model:
     def _arguments(self, positions: Tensor, attn: AttentionInputs, pool: KVPool) -> dict[str, Any]:
         """Return what every layer is given."""
         tap = LatentTap() if self._is_latent else None
-        backend = ROW_INVARIANT if self.deterministic else REFERENCE
-        context = PagedAttention(attn, pool, sites=self._site_of, tap=tap, backend=backend)
+        context = PagedAttention(attn, pool, sites=self._site_of, tap=tap, backend=self.attention)
         given: dict[str, Any] = dict(position_ids=positions[None], past_key_values=tap)
         return {**given, "use_cache": False, CONTEXT: context}
 
@@ -236,12 +243,33 @@ def build_model(
         experts=layers,
         ignored=ignored,
         sites=skeleton.attention,
+        attention=_attention(skeleton.attention, plan, device=device, scratch=scratch),
         weights=weights,
         scratch=scratch,
         dtype=dtype,
         device=device,
         vocab_size=plan.model.facts.vocab_size,
         deterministic=plan.deterministic,
+    )
+
+
+def _attention(
+    sites: tuple[AttentionSite, ...], plan: Plan, *, device: torch.device, scratch: SlotTable
+) -> AttentionBackend:
+    """Return who computes attention, with buffers for the largest step where it needs any.
+
+    Built elsewhere than planned, as `tetrarch checksum` does, a model attends to nothing.
+    """
+    if plan.attention == "torch" or device.type != plan.device.torch_device:
+        return ROW_INVARIANT if plan.deterministic else REFERENCE
+    prompts = plan.experts.budget.per_rank // plan.model.context_len + 1  # of a smoke step
+    largest = LargestStep(
+        num_seqs=max(plan.schedule.max_running_requests, plan.graphs.max_decode_batch, prompts),
+        short_q_len=tokens_per_request(plan.spec),
+        context_len=plan.model.context_len,
+    )
+    return BUILT[plan.attention].build(
+        sites, largest, device=device, scratch=scratch, invariant=plan.deterministic
     )
 
 

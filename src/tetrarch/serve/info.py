@@ -158,6 +158,7 @@ def _flags(door: Door) -> dict[str, Any]:
         "max_prefill_tokens": plan.schedule.max_prefill_tokens,
         "chunked_prefill_size": plan.schedule.chunk_tokens or -1,
         "enable_mixed_chunk": plan.schedule.mixed_chunk,
+        "disable_overlap_schedule": not plan.schedule.overlap,
         "disable_radix_cache": not plan.schedule.prefix_cache,
         "page_size": plan.memory.page_size,
         "stream_interval": plan.serve.stream_interval,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the Triton grouped GEMM is cut into tiles: one table, no search at start.
 
-Measured by `benchmarks/experts_gpu.py --sweep`. Nothing here moves a bit: sums run along K in the
+Measured by `benchmarks/experts_tiles.py`. Nothing here moves a bit: sums run along K in the
 same steps under every tile.
 """
 
