@@ -172,13 +172,15 @@ class PagedBatch:
         default_factory=dict[int, tuple[Tensor, Tensor]]
     )
 
-    def units(self, window: int) -> tuple[Tensor, Tensor]:
-        """Return where each sequence's units start, and the units, listed once a step.
+    def units(self, window: int) -> tuple[Tensor, Tensor, bool]:
+        """Return where each sequence's units start, the units, and whether they were listed now.
+
+        They are listed once a step.
 
         Raises:
             CapacityExceeded: The model's layers have more window sizes than there are buffers.
         """
-        if window not in self._lists:
+        if fresh := window not in self._lists:
             if (place := len(self._lists)) == _WINDOWS:
                 raise CapacityExceeded(
                     f"a window of {window} tokens is one size too many",
@@ -200,7 +202,7 @@ class PagedBatch:
                 num_warps=1,
             )
             self._lists[window] = starts, units
-        return self._lists[window]
+        return *self._lists[window], fresh
 
 
 def plan_batch(  # noqa: PLR0913 - a step has this many parts
@@ -261,6 +263,7 @@ def write_(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, batch: Page
     write_rows[grid](
         key, value, keys, values, batch.write_at, len(key), *key.stride()[:2], *value.stride()[:2],
         GROUPS=groups, DIM=dim, VALUE_DIM=value_dim, TOKENS=tokens, BLOCK=block, num_warps=4,
+        OVERLAP=batch.limits.overlap,
     )  # fmt: skip
 
 
@@ -342,9 +345,12 @@ def prompt_tile(
     return fits if fits.keys == tile.keys else tile
 
 
-def sum_shape(out_pad: int) -> tuple[int, int]:
-    """Return the warps that add up a head's spans, and how many spans they load at once."""
-    return ceil_div(out_pad, 128), 16
+def sum_shape(num_sums: int, out_pad: int) -> tuple[int, int]:
+    """Return the columns of a head that a program adds up, and the spans it loads at once.
+
+    Few sums wait for memory, and few columns leave registers for many loads.
+    """
+    return (32, 16) if num_sums <= 512 else (out_pad, 16)
 
 
 def _fitting(
@@ -421,23 +427,24 @@ def _attend(
     )
     lens = (batch.kv_lens, batch.cu_seqlens_q)
     if batch.has_short:
-        starts, units = batch.units(window)
+        starts, units, fresh = batch.units(window)
         sums = [batch.scratch[f"attention.{name}"] for name in ("partial", "total", "top")]
         rows = 64 if limits.exact_prompts else limits.short_q_len * (heads // keys.shape[2])
         tile = span_tile(dims, rows=rows, **kind)
-        launch: dict[str, Any] = {"launch_pdl": True} if limits.overlap else {}
+        early: dict[str, Any] = {"launch_pdl": True} if limits.overlap else {}
         attend_spans[(limits.num_programs,)](
             query, rotary, keys, values, out, *sums, batch.page_table, starts, units, sinks,
             limits.num_units, *numbers, M=tile.rows, N=tile.keys, num_warps=tile.warps,
-            num_stages=tile.stages, enable_fp_fusion=False, OVERLAP=limits.overlap, **launch,
-            **shared,
+            num_stages=tile.stages, enable_fp_fusion=False, OVERLAP=limits.overlap, **shared,
+            **({} if fresh else early),  # they must be there before the kernel waits
         )  # fmt: skip
-        warps, unroll = sum_shape(shared["OUT_PAD"])
-        add_spans[(len(batch.kv_lens), limits.short_q_len, heads)](
+        sums_of = (len(batch.kv_lens), limits.short_q_len, heads)
+        columns, unroll = sum_shape(math.prod(sums_of), shared["OUT_PAD"])
+        add_spans[*sums_of[:2], heads * ceil_div(out_dim, columns)](
             out, *sums, *lens, starts, sinks, window, limits.short_q_len,
-            HEADS=heads, OUT_DIM=out_dim, OUT_PAD=shared["OUT_PAD"], SPAN=limits.span,
-            UNROLL=unroll, HAS_SINKS=shared["HAS_SINKS"], num_warps=warps, enable_fp_fusion=False,
-            OVERLAP=limits.overlap, **launch,
+            HEADS=heads, OUT_DIM=out_dim, COLUMNS=columns, SPAN=limits.span, UNROLL=unroll,
+            HAS_SINKS=shared["HAS_SINKS"], num_warps=ceil_div(columns, 128), enable_fp_fusion=False,
+            OVERLAP=limits.overlap, **early,
         )  # fmt: skip
     if batch.has_long:
         tile = prompt_tile(dims, **kind)
