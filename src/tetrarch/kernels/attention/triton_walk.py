@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false
-# pyright: reportUntypedFunctionDecorator=false
+# pyright: reportUntypedFunctionDecorator=false, reportGeneralTypeIssues=false
 # ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0913
 # (Triton is optional, and its values have no static types; compile-time values are upper case,
 # and a kernel has as many parameters as it has.)

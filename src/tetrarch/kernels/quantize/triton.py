@@ -351,7 +351,7 @@ def _launch(
 
 def tile_shape(num_rows: int, width: int) -> tuple[int, int]:
     """Return how many rows a program takes, and how many warps."""
-    padded = triton.next_power_of_2(width)
+    padded = 1 << (width - 1).bit_length()
     rows = 1 if num_rows <= 1024 else max(1, 2048 // padded)
     return rows, min(16, max(1, rows * padded // 512))
 
