@@ -30,6 +30,7 @@ from tetrarch.memory.slots import Region
 from tetrarch.models.build import Model, build_model
 from tetrarch.models.compiled import compile_layers
 from tetrarch.models.load import LoadReport
+from tetrarch.models.routers import swap_routers
 
 __all__ = ["KV_RELEASED", "READY", "Executor"]
 
@@ -81,6 +82,7 @@ class Executor:
         self.weights = WeightStore(self._model, plan, free_host=host)
         self.load_report: LoadReport = self.weights.load(progress or NoProgress())
         if plan.compiles_layers:
+            swap_routers(self._model.hf)
             compile_layers(self._model)
         dtype = self._model.dtype
         self.capacity: Capacity = kv_capacity(
