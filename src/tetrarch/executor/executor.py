@@ -36,6 +36,7 @@ from tetrarch.memory.slots import Region
 from tetrarch.models.build import Model, build_model
 from tetrarch.models.compiled import compile_layers
 from tetrarch.models.load import LoadReport
+from tetrarch.models.routers import swap_routers
 from tetrarch.models.surgery import part_unlike
 
 __all__ = ["KV_RELEASED", "READY", "Executor"]
@@ -89,6 +90,7 @@ class Executor:
         self.load_report: LoadReport = self.weights.load(progress or NoProgress())
         part_unlike(self._model.hf)
         if plan.compiles_layers:
+            swap_routers(self._model.hf)
             compile_layers(self._model)
         rows = plan.schedule.max_running_requests
         self._last_ids = torch.zeros(rows, dtype=torch.int64, device=self.device)
