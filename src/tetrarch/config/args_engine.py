@@ -187,6 +187,20 @@ class EngineArgs:
         ),
     ] = None
 
+    torch_compile: Annotated[
+        str,
+        Knob(
+            "Whether decoder layers run through torch.compile, which fuses what lies around "
+            "experts and attention. auto: on a GPU, for families whose layers were tested so",
+            also=(
+                Alias("--enable-torch-compile", means="on"),
+                Alias("--disable-torch-compile", means="off"),
+            ),
+            choices=("auto", "on", "off"),
+            group="compiled layers",
+        ),
+    ] = "auto"
+
     speculative_algorithm: Annotated[
         str | None,
         Knob(

@@ -255,6 +255,7 @@ class Plan:
     device: Device
     attention: str  # "torch" | "triton": who computes it
     deterministic: bool
+    compiles_layers: bool = False  # by torch.compile
     num_threads: int  # CPU threads of one engine process
     process_env: tuple[tuple[str, str], ...]  # what libraries read; set at spawn only
     decisions: tuple[Decision, ...]

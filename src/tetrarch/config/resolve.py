@@ -17,6 +17,7 @@ from tetrarch.config.drafts import DraftCheckpoint
 from tetrarch.config.hardware import Device
 from tetrarch.config.ledger import Ledger
 from tetrarch.config.plan import ExpertPlan, ModelFacts, Plan
+from tetrarch.config.resolve_compile import resolve_compile
 from tetrarch.config.resolve_experts import resolve_decoded_cache, resolve_route
 from tetrarch.config.resolve_host import resolve_process_env, resolve_threads
 from tetrarch.config.resolve_later import (
@@ -81,6 +82,7 @@ def _decide(
     spec = resolve_speculation(args, checkpoint, facts, ledger, draft=draft)
     attention = resolve_attention(args, device, ledger)
     deterministic = resolve_deterministic(args, device, ledger)
+    compiles = resolve_compile(args, facts, device, ledger, deterministic=deterministic)
     schedule = resolve_schedule(args, spec, device, ledger)
     memory = resolve_memory(args, model, device, schedule, ledger)
     threads = resolve_threads(args, parallel, device, ledger)
@@ -92,7 +94,7 @@ def _decide(
         device,
         schedule,
         ledger,
-        runner=args.moe_runner if route is None else route.runner,
+        runner="triton" if route is None else route.runner,  # what is refused waits for nobody
         attention=attention,
     )
     dispatch = args.moe_dispatch if route is None else route.dispatch
@@ -119,6 +121,7 @@ def _decide(
         device=device,
         attention=attention,
         deterministic=deterministic,
+        compiles_layers=compiles,
         num_threads=threads,
         process_env=resolve_process_env(threads),
         decisions=tuple(ledger.decisions),

@@ -67,7 +67,7 @@ def resolve_graphs(
         ledger.refuse(_not_yet(flag, "prompts are not captured yet"))
     ledger.decide("graph_max_prefill_tokens", 0, "prompts run as they come")
     prefill = args.graph_max_prefill_tokens or 0
-    off = "asked for" if args.cuda_graphs == "off" else waits
+    off = ASKED if args.cuda_graphs == "off" else waits
     if off:
         if args.cuda_graphs == "auto":
             ledger.decide("cuda_graphs", "off", off)

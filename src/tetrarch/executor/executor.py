@@ -27,6 +27,7 @@ from tetrarch.executor.updates import WeightsState
 from tetrarch.executor.weights import WeightStore
 from tetrarch.memory.slots import Region
 from tetrarch.models.build import Model, build_model
+from tetrarch.models.compiled import compile_layers
 from tetrarch.models.load import LoadReport
 
 __all__ = ["KV_RELEASED", "READY", "Executor"]
@@ -78,6 +79,8 @@ class Executor:
         host = partial(free_host_bytes, plan.device)
         self.weights = WeightStore(self._model, plan, free_host=host)
         self.load_report: LoadReport = self.weights.load(progress or NoProgress())
+        if plan.compiles_layers:
+            compile_layers(self._model)
         dtype = self._model.dtype
         self.capacity: Capacity = kv_capacity(
             plan,

@@ -25,6 +25,7 @@ from tetrarch.models.placement import Placements, place
 from tetrarch.models.readback import verify
 from tetrarch.models.report import Decoded, LoadReport
 from tetrarch.models.sources import Source, open_checkpoint
+from tetrarch.models.tied import check_tied
 from tetrarch.models.writer import WeightWriter
 from tetrarch.numerics.contract import SourceFormat
 
@@ -108,6 +109,7 @@ def fill(
     num_bytes = sum(source.headers[name].num_bytes for name in names)
     to = {one.weight.name: one.to for one in placements.weights}
     collector = PartCollector(one.weight for one in placements.weights)
+    check_tied(writer.model, source, placements)
     progress.start("loading weights", num_bytes, "bytes")
     try:
         for name, tensor in source.read(names):

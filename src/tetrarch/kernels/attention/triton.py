@@ -72,6 +72,8 @@ class SplitLimits:
         shared_bytes: Shared memory that one program may use.
         exact_prompts: Prompts add up their spans too, so that a row has the bits it would have
             had as a decode step, however its prompt was chunked. Costs registers.
+        overlap: A launch may start while the one before it still runs (programmatic dependent
+            launch, compute capability 9.0 and above).
     """
 
     num_seqs: int
@@ -81,6 +83,7 @@ class SplitLimits:
     num_programs: int = 264
     shared_bytes: int = 232_448
     exact_prompts: bool = False
+    overlap: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,7 @@ def limits_for(device: torch.device, *, num_seqs: int, num_units: int, **cuts: A
         num_units=num_units,
         num_programs=2 * gpu.multi_processor_count,
         shared_bytes=shared_room(gpu.major, gpu.shared_memory_per_block_optin),
+        overlap=gpu.major >= 9,
         **cuts,
     )
 
@@ -138,7 +142,7 @@ def scratch_specs(
         "attention.total": TensorSpec((rows,), torch.float32, device),
         "attention.top": TensorSpec((rows,), torch.float32, device),
         "attention.starts": TensorSpec((_WINDOWS, limits.num_seqs + 1), torch.int32, device),
-        "attention.units": TensorSpec((_WINDOWS, limits.num_units, 2), torch.int32, device),
+        "attention.units": TensorSpec((_WINDOWS, limits.num_units, 8), torch.int32, device),
     }
 
 
@@ -338,6 +342,11 @@ def prompt_tile(
     return fits if fits.keys == tile.keys else tile
 
 
+def sum_shape(out_pad: int) -> tuple[int, int]:
+    """Return the warps that add up a head's spans, and how many spans they load at once."""
+    return ceil_div(out_pad, 128), 16
+
+
 def _fitting(
     tile: Tile, dims: tuple[int, int], itemsize: int, *, shared_bytes: int, latent: bool
 ) -> Tile:
@@ -410,28 +419,31 @@ def _attend(
         window,
         limits.short_q_len,
     )
-    lens = (batch.page_table, batch.kv_lens, batch.cu_seqlens_q)
+    lens = (batch.kv_lens, batch.cu_seqlens_q)
     if batch.has_short:
         starts, units = batch.units(window)
         sums = [batch.scratch[f"attention.{name}"] for name in ("partial", "total", "top")]
         rows = 64 if limits.exact_prompts else limits.short_q_len * (heads // keys.shape[2])
         tile = span_tile(dims, rows=rows, **kind)
+        launch: dict[str, Any] = {"launch_pdl": True} if limits.overlap else {}
         attend_spans[(limits.num_programs,)](
-            query, rotary, keys, values, out, *sums, *lens, starts, units, sinks, *numbers,
-            M=tile.rows, N=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
-            enable_fp_fusion=False, **shared,
+            query, rotary, keys, values, out, *sums, batch.page_table, starts, units, sinks,
+            limits.num_units, *numbers, M=tile.rows, N=tile.keys, num_warps=tile.warps,
+            num_stages=tile.stages, enable_fp_fusion=False, OVERLAP=limits.overlap, **launch,
+            **shared,
         )  # fmt: skip
+        warps, unroll = sum_shape(shared["OUT_PAD"])
         add_spans[(len(batch.kv_lens), limits.short_q_len, heads)](
-            out, *sums, *lens[1:], starts, sinks, window, limits.short_q_len,
-            HEADS=heads, OUT_DIM=out_dim, OUT_PAD=shared["OUT_PAD"], SPAN=limits.span, UNROLL=16,
-            HAS_SINKS=shared["HAS_SINKS"], num_warps=ceil_div(shared["OUT_PAD"], 128),
-            enable_fp_fusion=False,
+            out, *sums, *lens, starts, sinks, window, limits.short_q_len,
+            HEADS=heads, OUT_DIM=out_dim, OUT_PAD=shared["OUT_PAD"], SPAN=limits.span,
+            UNROLL=unroll, HAS_SINKS=shared["HAS_SINKS"], num_warps=warps, enable_fp_fusion=False,
+            OVERLAP=limits.overlap, **launch,
         )  # fmt: skip
     if batch.has_long:
         tile = prompt_tile(dims, **kind)
         tiles = num_tokens * (heads // keys.shape[2]) // tile.rows + len(batch.kv_lens)
         attend_prompts[(keys.shape[2], tiles)](
-            query, rotary, keys, values, out, *lens, sinks, *numbers,
+            query, rotary, keys, values, out, batch.page_table, *lens, sinks, *numbers,
             M=tile.rows, N=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
             IN_SPANS=limits.exact_prompts, **shared,
         )  # fmt: skip

@@ -21,6 +21,7 @@ from tetrarch.kernels.attention.triton_walk import (
     finish,
     load_queries,
     merge,
+    overlap,
     power,
     query_rows,
     span,
@@ -92,10 +93,13 @@ def list_units(
     SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write where each sequence's units start, and every unit's sequence and span.
+    """Write where each sequence's units start, and a record of every unit.
 
-    Program r writes sequence r's; a sequence with more than `short_q_len` new tokens, or none,
-    has no units. Units beyond `room` are dropped (the host has refused such a batch).
+    A record is 8 numbers, 6 of them in use: sequence, first key, first row of its queries, new
+    tokens, keys, whether it is the only one; a program that followed them from table to table
+    would wait for memory each time. Program r writes sequence r's; a sequence with more than
+    `short_q_len` new tokens, or none, has no units. Units beyond `room` are dropped (the host has
+    refused such a batch).
     """
     row = tl.program_id(0)
     begin = 0
@@ -118,12 +122,24 @@ def list_units(
         for at in range(0, count, BLOCK):
             index = at + tl.arange(0, BLOCK)
             mask = (index < count) & (begin + index < room)
-            place = units + 2 * (begin + index)
+            place = units + 8 * (begin + index)
             tl.store(place, index * 0 + row, mask=mask)
-            tl.store(place + 1, first + index, mask=mask)
+            tl.store(place + 1, (first + index) * SPAN, mask=mask)
+            tl.store(place + 2, index * 0 + tl.load(cu_seqlens_q + row), mask=mask)
+            tl.store(place + 3, index * 0 + q_len, mask=mask)
+            tl.store(place + 4, index * 0 + kv_len, mask=mask)
+            tl.store(place + 5, index * 0 + (count == 1), mask=mask)
     if row == 0:
         tl.store(starts, 0)
     tl.store(starts + row + 1, tl.minimum(end, room))
+
+
+@triton.jit
+def _unit(units, unit, room):
+    """Return a unit's record; of a unit that does not exist, anything."""
+    place = units + 8 * tl.minimum(unit, room - 1)
+    row, begin, token_0 = tl.load(place), tl.load(place + 1), tl.load(place + 2)
+    return row, begin, token_0, tl.load(place + 3), tl.load(place + 4), tl.load(place + 5)
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
@@ -137,11 +153,10 @@ def attend_spans(
     partial_total,
     partial_top,
     page_table,
-    kv_lens,
-    cu_seqlens_q,
     starts,
     units,
     sinks,
+    room,
     num_seqs,
     table_stride,
     q_token_stride,
@@ -167,22 +182,21 @@ def attend_spans(
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Do every unit: write its sum, or the output where a sequence is one unit."""
     GROUP: tl.constexpr = HEADS // GROUPS
+    overlap(OVERLAP)
     tiles = (short_q_len * GROUP + M - 1) // M
-    work = tl.load(starts + num_seqs) * tiles * GROUPS
+    each = tiles * GROUPS
+    row, begin, token_0, q_len, kv_len, alone = _unit(units, tl.program_id(0) // each, room)
+    work = tl.load(starts + num_seqs) * each
     for index in range(tl.program_id(0), work, tl.num_programs(0)):
+        following = _unit(units, (index + tl.num_programs(0)) // each, room)
         group = index % GROUPS
         tile = index // GROUPS % tiles
-        unit = index // (GROUPS * tiles)
-        row = tl.load(units + 2 * unit)
-        begin = tl.load(units + 2 * unit + 1) * SPAN
-        token_0 = tl.load(cu_seqlens_q + row)
-        q_len = tl.load(cu_seqlens_q + row + 1) - token_0
-        kv_len = tl.load(kv_lens + row)
+        unit = index // each
         if tile * M < q_len * GROUP:
-            alone = tl.load(starts + row + 1) - tl.load(starts + row) == 1
             token, member, real, lowest, highest = query_rows(tile, q_len, kv_len, M, GROUP)
             head = group * GROUP + member
             position = kv_len - q_len + token
@@ -196,17 +210,18 @@ def attend_spans(
                     rotary_head_stride, VALUE_DIM, VALUE_PAD,
                 )  # fmt: skip
             end = tl.minimum(begin + SPAN, highest + 1)
+            first = begin
             if HAS_WINDOW:
-                begin = tl.maximum(begin, tl.maximum(lowest + 1 - window, 0) // N * N)
+                first = tl.maximum(begin, tl.maximum(lowest + 1 - window, 0) // N * N)
             acc, total, top = span(
                 queries, rotary, keys + group * DIM, values + group * VALUE_DIM,
-                page_table + tl.cast(row, tl.int64) * table_stride, position, lowest, begin, end,
+                page_table + tl.cast(row, tl.int64) * table_stride, position, lowest, first, end,
                 scale, window, DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, OUT_PAD, GROUPS, PAGE, M, N,
                 LATENT, HAS_WINDOW, PRECISION,
             )  # fmt: skip
             at = tl.arange(0, OUT_PAD)
             mask = real[:, None] & (at < OUT_DIM)[None, :]
-            if alone:
+            if alone != 0:
                 sink = total
                 if HAS_SINKS:
                     sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
@@ -220,6 +235,7 @@ def attend_spans(
                 tl.store(partial + (rows * OUT_DIM)[:, None] + at[None, :], acc, mask=mask)
                 tl.store(partial_total + rows, total, mask=real)
                 tl.store(partial_top + rows, top, mask=real)
+        row, begin, token_0, q_len, kv_len, alone = following
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
@@ -240,6 +256,7 @@ def add_spans(
     SPAN: tl.constexpr,
     UNROLL: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Add the sums of a token's spans, in order: one head of one token of one sequence.
 
@@ -251,8 +268,9 @@ def add_spans(
     count = tl.load(starts + row + 1) - start
     token_0 = tl.load(cu_seqlens_q + row)
     q_len = tl.load(cu_seqlens_q + row + 1) - token_0
+    kv_len = tl.load(kv_lens + row)
+    overlap(OVERLAP)
     if (count > 1) & (token < q_len):
-        kv_len = tl.load(kv_lens + row)
         last = (kv_len - q_len + token) // SPAN
         count = tl.minimum(count, last + 1 - _first_span(q_len, kv_len, window, SPAN))
         at = tl.arange(0, OUT_PAD)

@@ -25,8 +25,30 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["empty_sum", "finish", "load_queries", "merge", "power", "query_rows", "span"]
+__all__ = [
+    "empty_sum",
+    "finish",
+    "load_queries",
+    "merge",
+    "overlap",
+    "power",
+    "query_rows",
+    "span",
+]
+
+
+@triton.jit
+def overlap(OVERLAP: tl.constexpr):
+    """Wait for the launch before this one, and let the next one begin.
+
+    Until here a program may read what no kernel since the last plain launch has written. The next
+    launch's programs take their places while ours run, and wait here in turn.
+    """
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
