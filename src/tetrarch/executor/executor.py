@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 
 from tetrarch.attention.pool import KVPool, bytes_per_token
@@ -26,10 +25,10 @@ from tetrarch.executor.headroom import (
 )
 from tetrarch.executor.regions import RegionChange, Regions, RegionState
 from tetrarch.executor.results import Draws
+from tetrarch.executor.rows import RowMemory
 from tetrarch.executor.smoke import smoke_steps
 from tetrarch.executor.speculate import with_drafts
 from tetrarch.executor.step import Done, Pending, Step, StepResult
-from tetrarch.executor.transfer import upload
 from tetrarch.executor.updates import WeightsState
 from tetrarch.executor.weights import WeightStore
 from tetrarch.memory.slots import Region
@@ -92,8 +91,7 @@ class Executor:
         if plan.compiles_layers:
             swap_routers(self._model.hf)
             compile_layers(self._model)
-        rows = plan.schedule.max_running_requests
-        self._last_ids = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self._rows = RowMemory(plan.schedule.max_running_requests, self.device)
         self._keeps_weights = False  # since the last release
         self.num_steps = self.moe_tokens_high_water = 0
         recorder = recorder or (CudaRecorder(self.device) if self.device.type == "cuda" else None)
@@ -172,8 +170,7 @@ class Executor:
             step,
             page_size=self.capacity.page_size,
             budget=self.plan.experts.budget,
-            device=self.device,
-            last_ids=self._last_ids,
+            memory=self._rows,
         )
         self.num_steps += 1
         self.moe_tokens_high_water = max(self.moe_tokens_high_water, sum(batch.rank_tokens))
@@ -186,7 +183,7 @@ class Executor:
             wants_hidden=any(seq.draft is not None for seq in step.seqs),
         )
         draws = Draws(step, found.logits)
-        self._note_last_ids(step, draws)
+        self._rows.note_drawn(batch.drawn, draws.token_ids)
         if found.hidden is None:
             return draws
         return _Drafts(
@@ -195,12 +192,6 @@ class Executor:
                 with_drafts, self._graphs, self._pool, step=step, batch=batch, hidden=found.hidden
             ),
         )
-
-    def _note_last_ids(self, step: Step, draws: Draws) -> None:
-        """Keep what was drawn for each row; a broken row's next token may be anything valid."""
-        rows = [seq.row for seq in step.seqs for _ in seq.samples]
-        (at,) = upload(self.device, np.array(rows, np.int64))
-        self._last_ids[at] = draws.token_ids.clamp(min=0)
 
     @property
     def state(self) -> str:
