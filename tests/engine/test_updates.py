@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,14 @@ def request(rid: str, prompt: tuple[int, ...] = PROMPT, tokens: int = LENGTH) ->
     )
 
 
-@pytest.fixture
-def desk(model_desk: Any) -> Any:
-    """Over a real model, A."""
-    return model_desk
+@pytest.fixture(params=[False])
+def desk(rank: Any, make_desk: Make, request: pytest.FixtureRequest) -> Any:
+    """Over a real model, A; its steps overlap where a test asks for that."""
+    schedule = replace(rank.plan.schedule, overlap=request.param)
+    return make_desk(Engine(replace(rank.plan, schedule=schedule), rank))
+
+
+OVERLAP = pytest.mark.parametrize("desk", [False, True], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +103,7 @@ def spans(desk: Any, rid: str) -> list[tuple[str, int, int]]:
     return [(span.version, span.start, span.end) for span in desk.deltas(rid)[-1].versions]
 
 
+@OVERLAP
 def test_running_requests_keep_their_tokens_and_are_computed_again_under_new_weights(
     desk: Any, rank: Any, checkpoints: Paths, alone: Any
 ) -> None:
@@ -127,6 +133,7 @@ def test_running_requests_keep_their_tokens_and_are_computed_again_under_new_wei
     assert desk.tokens("c") == alone(1, PROMPT, LENGTH)[0], "a page of old weights lived on"
 
 
+@OVERLAP
 def test_without_a_flush_running_requests_keep_their_keys_and_values(
     desk: Any, rank: Any, checkpoints: Paths, alone: Any
 ) -> None:
@@ -542,6 +549,14 @@ def test_a_request_between_two_calls_gets_503_and_the_trainer_goes_on(
     desk.run()
     assert desk.tokens("b") == alone(1, PROMPT, LENGTH)[0]
     assert spans(desk, "b") == [("1", 0, LENGTH)]
+    assert_told_unasked(desk, len(new_tensors))
+
+
+def assert_told_unasked(desk: Any, num_tensors: int) -> None:
+    """No call has ended the update, and yet it is told once, to be timed."""
+    reply = desk.reply(0)
+    assert (reply.ok, reply.payload["num_tensors"]) == (True, num_tensors)
+    assert (reply.payload["source"], reply.payload["seconds"] > 0) == ("tensor", True)
 
 
 def probe(rid: str) -> GenerateRequest:
@@ -607,6 +622,7 @@ def test_a_trainer_that_never_said_that_it_was_done_is_taken_to_be(
     desk.turn()
     assert (rank.weights.is_open, rank.checksum()) == (False, checksums[1])
     assert desk.beat.weight_version == "1"
+    assert_told_unasked(desk, len(new_tensors))
 
 
 def test_an_explicit_update_waits_for_its_end_and_the_log_says_so(

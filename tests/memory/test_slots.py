@@ -82,6 +82,15 @@ def test_slots_made_under_inference_mode_can_be_written_outside_of_it() -> None:
     assert not table["w"].is_inference()
 
 
+def test_rows_are_written_alone() -> None:
+    table = SlotTable()
+    slot = table.allocate("w", SPEC).fill_(7.0)
+    table.write_("w", torch.ones(1, 3), slice(1, 2))
+    assert slot.tolist() == [[7.0] * 3, [1.0] * 3]
+    with pytest.raises(AddressChanged, match="shape"):
+        table.write_("w", torch.ones(2, 3), slice(1, 2))
+
+
 @pytest.mark.parametrize("arena", [None, HostArena()])
 def test_rows_of_one_tensor_are_slots_of_their_own(arena: Arena | None) -> None:
     table = SlotTable(arena)

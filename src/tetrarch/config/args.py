@@ -22,6 +22,7 @@ GROUPS: dict[str, str] = {
     "memory": "what is given back while the server lives",
     "ranks": "over how many devices",
     "cuda graphs": "what is captured",
+    "compiled layers": "what torch.compile fuses",
     "speculation": "drafting several tokens a step",
     "server": "the HTTP door",
     "machine": "what it runs on",

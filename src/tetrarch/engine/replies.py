@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tetrarch.core.errors import CheckpointError, RequestError, TetrarchError
 from tetrarch.core.log import get_logger
 from tetrarch.core.units import format_bytes
 from tetrarch.engine.messages import ControlReply
-from tetrarch.executor.updates import UpdateReport
+from tetrarch.executor.updates import Received, UpdateReport
 from tetrarch.models.report import Unused
 
 __all__ = [
     "Act",
+    "Say",
     "accepted",
     "answered",
     "failed_update",
@@ -23,6 +24,7 @@ __all__ = [
     "other_update",
     "refused",
     "sentence",
+    "taken",
     "update_facts",
     "update_summary",
 ]
@@ -30,6 +32,7 @@ __all__ = [
 _log = get_logger(__name__)
 
 Act = Callable[[], ControlReply | None]  # `None`: the answer comes later
+Say = Callable[[Sequence[ControlReply]], None]
 
 
 def accepted(ticket: int, message: str = "", **payload: Any) -> ControlReply:
@@ -88,6 +91,14 @@ def other_update(what: str) -> RequestError:
         why="weights are updated by one update at a time",
         fix="wait for its reply; POST /end_weight_update ends one that was begun",
     )
+
+
+def taken(ticket: int, received: Received | None, **payload: Any) -> ControlReply:
+    """Say what one call has brought to an update that goes on; `None`: nothing."""
+    count = 0 if received is None else received.pieces.num_used
+    warnings = [] if received is None else left_out(received.pieces.placements.unused)
+    words = [f"took {count} tensors; the update goes on", *warnings]
+    return accepted(ticket, "; ".join(words), warnings=warnings, **payload)
 
 
 def update_summary(report: UpdateReport | None) -> str:

@@ -27,11 +27,13 @@ from tetrarch.engine.engine import Engine
 from tetrarch.engine.jobs import OneJob, Then
 from tetrarch.engine.messages import ControlReply
 from tetrarch.engine.replies import (
+    Say,
     accepted,
     failed_update,
     left_out,
     other_update,
     sentence,
+    taken,
     update_summary,
 )
 from tetrarch.executor.updates import DiskUpdate, Received
@@ -50,8 +52,11 @@ class Updates:
     it ends it. No step runs while one is open: some layers are new already.
     """
 
-    def __init__(self, engine: Engine, jobs: OneJob, abort_all: Callable[[], None]) -> None:
-        self._engine, self._jobs, self._abort_all = engine, jobs, abort_all
+    def __init__(
+        self, engine: Engine, jobs: OneJob, *, say: Say, abort_all: Callable[[], None]
+    ) -> None:
+        """Begin; `say` takes what an update has done that no call has ended, under ticket 0."""
+        self._engine, self._jobs, self._say, self._abort_all = engine, jobs, say, abort_all
         self._adoption = Adoption(engine)
         self._store = engine.rank.weights
         self._calls: Calls | None = None
@@ -177,14 +182,11 @@ class Updates:
         calls.note(message)
         if message.flush_cache and not calls.is_explicit:
             return self._finish(message.ticket)
-        count = 0 if received is None else received.pieces.num_used
-        warnings = [] if received is None else left_out(received.pieces.placements.unused)
-        return accepted(
+        return taken(
             message.ticket,
-            "; ".join([f"took {count} tensors; the update goes on", *warnings]),
+            received,
             is_open=self.is_open,
             unfinished=self._store.unfinished()[:_SHOWN],
-            warnings=warnings,
             num_paused_requests=self._adoption.num_held,
             weight_version=self._engine.weight_version,
         )
@@ -242,7 +244,7 @@ class Updates:
         if lacking := self._store.unfinished():
             return f"an update lacks {'; '.join(lacking[:_SHOWN])}"
         try:
-            self._finish(0)
+            self._say([self._finish(0)])
         except TetrarchError as error:  # the state of the weights says what to do with the request
             _log.error("an update could not be ended: %s", sentence(error))
         return ""

@@ -88,19 +88,23 @@ class SlotTable(Mapping[str, Tensor]):
         return tensor
 
     @torch.no_grad()
-    def write_(self, name: str, value: Tensor) -> None:
-        """Copy `value` into the slot.
+    def write_(self, name: str, value: Tensor, rows: slice | None = None) -> None:
+        """Copy `value` into the slot, or into some rows of its first axis.
 
         Raises:
             AddressChanged: `value` differs in shape, dtype or device; a copy cannot hold it.
         """
-        if (how := self._specs[name].mismatch(value)) is not None:
+        spec, slot = self._specs[name], self._tensors[name]
+        if rows is not None:
+            slot = slot[rows]
+            spec = replace(spec, shape=tuple(slot.shape))
+        if (how := spec.mismatch(value)) is not None:
             raise AddressChanged(
                 f"cannot write {name!r}",
                 why=f"{how}, and captured graphs hold the old address",
                 fix="restart the server; a reload must keep every shape",
             )
-        self._tensors[name].copy_(value)
+        slot.copy_(value)
 
     def freeze(self) -> None:
         """Forbid new slots. Called once, just before the first capture."""

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from tetrarch.attention.backends import BUILT, REFERENCE, ROW_INVARIANT, AttentionBackend
+from tetrarch.attention.backends import AttentionBackend
+from tetrarch.attention.build import build_attention
 from tetrarch.attention.layer import CONTEXT, LatentTap, PagedAttention
 from tetrarch.attention.pool import KVPool
-from tetrarch.attention.types import AttentionInputs, AttentionSite, LargestStep
-from tetrarch.config.budget import tokens_per_request
+from tetrarch.attention.types import AttentionInputs, AttentionSite
 from tetrarch.config.patterns import matches
 from tetrarch.config.plan import Plan, QuantPlan
 from tetrarch.memory.arena import Arena
@@ -84,6 +84,11 @@ class Model:
     device: torch.device
     vocab_size: int
     deterministic: bool
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states."""
+        return self.hf.config.get_text_config().hidden_size
 
     @cached_property
     def draft(self) -> DraftHead | None:
@@ -248,32 +253,13 @@ def build_model(
         experts=layers,
         ignored=ignored,
         sites=skeleton.attention,
-        attention=_attention(skeleton.attention, plan, device=device, scratch=scratch),
+        attention=build_attention(skeleton.attention, plan, device=device, scratch=scratch),
         weights=weights,
         scratch=scratch,
         dtype=dtype,
         device=device,
         vocab_size=plan.model.facts.vocab_size,
         deterministic=plan.deterministic,
-    )
-
-
-def _attention(
-    sites: tuple[AttentionSite, ...], plan: Plan, *, device: torch.device, scratch: SlotTable
-) -> AttentionBackend:
-    """Return who computes attention, with buffers for the largest step where it needs any.
-
-    Built elsewhere than planned, as `tetrarch checksum` does, a model attends to nothing.
-    """
-    if plan.attention == "torch" or device.type != plan.device.torch_device:
-        return ROW_INVARIANT if plan.deterministic else REFERENCE
-    largest = LargestStep(
-        num_seqs=max(plan.schedule.max_running_requests, plan.graphs.max_decode_batch),
-        short_q_len=tokens_per_request(plan.spec),
-        context_len=plan.model.context_len,
-    )
-    return BUILT[plan.attention].build(
-        sites, largest, device=device, scratch=scratch, invariant=plan.deterministic
     )
 
 

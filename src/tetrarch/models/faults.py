@@ -35,7 +35,8 @@ _FIX = {
     Fault.HALF_COMPLETE: "send the tensors that are missing, and end the update after them",
     Fault.NOT_SENT: "send every tensor of the model: what it holds now is good for nothing",
     Fault.LEFT_OUT: "send tensors that this server holds; a draft's under --speculative-algorithm",
-    Fault.REFUSED: "convert the experts to BF16, FP8 (E4M3, per tensor or 128x128) or NVFP4",
+    Fault.REFUSED: "convert these weights to BF16, FP16, FP32, FP8 (E4M3, per tensor or 128x128) "
+    "or NVFP4",
     Fault.WRONG_TYPE: "store plain weights as BF16, FP16 or FP32",
     Fault.TWICE: "keep one of the two",
 }

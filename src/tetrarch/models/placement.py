@@ -99,7 +99,8 @@ class Placer:
 
     def place(self, source: Source) -> Placements:
         """Do as `place`, and raise as it does."""
-        kinds = {name: (header.shape, header.dtype) for name, header in source.headers.items()}
+        listed = gently(source.headers.items())
+        kinds = {name: (header.shape, header.dtype) for name, header in listed}
         if self._last is None or self._last[0] != kinds:
             self._last = kinds, place(self._model, source, self._quant)
         return self._last[1]

@@ -138,6 +138,7 @@ class LiveUpdate:
             parts = {part: pieces.parts[name] for part, name in one.weight.parts.items()}
             self._writer.stage(one.weight, one.to, parts)
             self._taken[one.weight.name] = one.weight.format
+        self._writer.check()
 
     @torch.no_grad()
     def commit(self, pieces: Pieces) -> None:

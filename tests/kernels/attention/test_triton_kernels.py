@@ -62,7 +62,7 @@ def test_units_are_the_spans_of_short_sequences(window: int, device: torch.devic
     ends = torch.tensor([0, *(q_len for q_len, _ in lens)]).cumsum(0).int().to(device)
     kv_lens = torch.tensor([kv for _, kv in lens], dtype=torch.int32, device=device)
     starts = torch.full((len(lens) + 1,), -9, dtype=torch.int32, device=device)
-    units = torch.full((ROOM + 1, 2), -9, dtype=torch.int32, device=device)
+    units = torch.full((ROOM + 1, 8), -9, dtype=torch.int32, device=device)
     kernels.list_units[(len(lens),)](
         ends, kv_lens, starts, units, window, 2, ROOM, SPAN=SPAN, BLOCK=4
     )
@@ -71,10 +71,12 @@ def test_units_are_the_spans_of_short_sequences(window: int, device: torch.devic
     for row, (q_len, kv_len) in enumerate(lens):
         if 0 < q_len <= 2:
             first = max(0, kv_len - q_len + 1 - window) // SPAN if window else 0
-            want += [[row, span] for span in range(first, -(-kv_len // SPAN))]
+            begins = range(first * SPAN, kv_len, SPAN)
+            token = int(ends[row])
+            want += [[row, at, token, q_len, kv_len, len(begins) == 1] for at in begins]
         counts.append(len(want))
     assert starts.tolist() == counts
-    assert units[: len(want)].tolist() == want
+    assert units[: len(want), :6].tolist() == want
     assert (units[len(want) :] == -9).all()
 
 
@@ -83,7 +85,7 @@ def test_units_beyond_the_buffer_are_dropped(device: torch.device) -> None:
     ends = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
     kv_lens = torch.tensor([SPAN * 10, SPAN * 10], dtype=torch.int32, device=device)
     starts = torch.zeros(3, dtype=torch.int32, device=device)
-    units = torch.full((ROOM + 20, 2), -9, dtype=torch.int32, device=device)
+    units = torch.full((ROOM + 20, 8), -9, dtype=torch.int32, device=device)
     kernels.list_units[(2,)](ends, kv_lens, starts, units, 0, 1, ROOM, SPAN=SPAN, BLOCK=4)
     assert starts.tolist() == [0, 10, ROOM]
     assert (units[ROOM:] == -9).all()
@@ -95,7 +97,7 @@ def test_tokens_without_a_slot_are_not_written(device: torch.device) -> None:
     at = torch.tensor([7, -1, 0, 3, -1], device=device)
     kernels.write_rows[(2, 2)](
         key, value, keys, values, at, 5, 8, 40, 24, 120,
-        GROUPS=2, DIM=8, VALUE_DIM=24, TOKENS=4, BLOCK=32,
+        GROUPS=2, DIM=8, VALUE_DIM=24, TOKENS=4, BLOCK=32, OVERLAP=False,
     )  # fmt: skip
     for pool, rows in ((keys, key), (values, value)):
         want = torch.zeros_like(pool).flatten(0, 1)

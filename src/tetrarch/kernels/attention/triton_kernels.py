@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false
-# pyright: reportUntypedFunctionDecorator=false
+# pyright: reportUntypedFunctionDecorator=false, reportGeneralTypeIssues=false
 # ruff: noqa: ANN001, ANN201, ANN202, N803, N806, PLR0913, PLR0915
 # (See triton_walk.py.)
 """The kernels of paged attention. triton.py launches them and says what they are given.
@@ -17,12 +17,14 @@ import triton
 import triton.language as tl
 
 from tetrarch.kernels.attention.triton_walk import (
+    await_launch,
     empty_sum,
     finish,
     load_queries,
     merge,
     power,
     query_rows,
+    release_launch,
     span,
 )
 
@@ -51,8 +53,10 @@ def write_rows(
     VALUE_DIM: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Copy TOKENS tokens' keys and values to their slots; a negative slot is skipped."""
+    release_launch(OVERLAP)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     slot = tl.load(write_at + token, mask=token < num_tokens, other=-1).to(tl.int64)
     token = token.to(tl.int64)
@@ -92,10 +96,13 @@ def list_units(
     SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write where each sequence's units start, and every unit's sequence and span.
+    """Write where each sequence's units start, and a record of every unit.
 
-    Program r writes sequence r's; a sequence with more than `short_q_len` new tokens, or none,
-    has no units. Units beyond `room` are dropped (the host has refused such a batch).
+    A record is 8 numbers, 6 of them in use: sequence, first key, first row of its queries, new
+    tokens, keys, whether it is the only one; a program that followed them from table to table
+    would wait for memory each time. Program r writes sequence r's; a sequence with more than
+    `short_q_len` new tokens, or none, has no units. Units beyond `room` are dropped (the host has
+    refused such a batch).
     """
     row = tl.program_id(0)
     begin = 0
@@ -118,12 +125,24 @@ def list_units(
         for at in range(0, count, BLOCK):
             index = at + tl.arange(0, BLOCK)
             mask = (index < count) & (begin + index < room)
-            place = units + 2 * (begin + index)
+            place = units + 8 * (begin + index)
             tl.store(place, index * 0 + row, mask=mask)
-            tl.store(place + 1, first + index, mask=mask)
+            tl.store(place + 1, (first + index) * SPAN, mask=mask)
+            tl.store(place + 2, index * 0 + tl.load(cu_seqlens_q + row), mask=mask)
+            tl.store(place + 3, index * 0 + q_len, mask=mask)
+            tl.store(place + 4, index * 0 + kv_len, mask=mask)
+            tl.store(place + 5, index * 0 + (count == 1), mask=mask)
     if row == 0:
         tl.store(starts, 0)
     tl.store(starts + row + 1, tl.minimum(end, room))
+
+
+@triton.jit
+def _unit(units, unit, room):
+    """Return a unit's record; of a unit that does not exist, anything."""
+    place = units + 8 * tl.minimum(unit, room - 1)
+    row, begin, token_0 = tl.load(place), tl.load(place + 1), tl.load(place + 2)
+    return row, begin, token_0, tl.load(place + 3), tl.load(place + 4), tl.load(place + 5)
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
@@ -137,11 +156,10 @@ def attend_spans(
     partial_total,
     partial_top,
     page_table,
-    kv_lens,
-    cu_seqlens_q,
     starts,
     units,
     sinks,
+    room,
     num_seqs,
     table_stride,
     q_token_stride,
@@ -167,22 +185,21 @@ def attend_spans(
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Do every unit: write its sum, or the output where a sequence is one unit."""
     GROUP: tl.constexpr = HEADS // GROUPS
     tiles = (short_q_len * GROUP + M - 1) // M
-    work = tl.load(starts + num_seqs) * tiles * GROUPS
+    each = tiles * GROUPS
+    row, begin, token_0, q_len, kv_len, alone = _unit(units, tl.program_id(0) // each, room)
+    work = tl.load(starts + num_seqs) * each
+    await_launch(OVERLAP)
     for index in range(tl.program_id(0), work, tl.num_programs(0)):
+        following = _unit(units, (index + tl.num_programs(0)) // each, room)
         group = index % GROUPS
         tile = index // GROUPS % tiles
-        unit = index // (GROUPS * tiles)
-        row = tl.load(units + 2 * unit)
-        begin = tl.load(units + 2 * unit + 1) * SPAN
-        token_0 = tl.load(cu_seqlens_q + row)
-        q_len = tl.load(cu_seqlens_q + row + 1) - token_0
-        kv_len = tl.load(kv_lens + row)
+        unit = index // each
         if tile * M < q_len * GROUP:
-            alone = tl.load(starts + row + 1) - tl.load(starts + row) == 1
             token, member, real, lowest, highest = query_rows(tile, q_len, kv_len, M, GROUP)
             head = group * GROUP + member
             position = kv_len - q_len + token
@@ -196,17 +213,18 @@ def attend_spans(
                     rotary_head_stride, VALUE_DIM, VALUE_PAD,
                 )  # fmt: skip
             end = tl.minimum(begin + SPAN, highest + 1)
+            first = begin
             if HAS_WINDOW:
-                begin = tl.maximum(begin, tl.maximum(lowest + 1 - window, 0) // N * N)
+                first = tl.maximum(begin, tl.maximum(lowest + 1 - window, 0) // N * N)
             acc, total, top = span(
                 queries, rotary, keys + group * DIM, values + group * VALUE_DIM,
-                page_table + tl.cast(row, tl.int64) * table_stride, position, lowest, begin, end,
+                page_table + tl.cast(row, tl.int64) * table_stride, position, lowest, first, end,
                 scale, window, DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, OUT_PAD, GROUPS, PAGE, M, N,
                 LATENT, HAS_WINDOW, PRECISION,
             )  # fmt: skip
             at = tl.arange(0, OUT_PAD)
             mask = real[:, None] & (at < OUT_DIM)[None, :]
-            if alone:
+            if alone != 0:
                 sink = total
                 if HAS_SINKS:
                     sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
@@ -220,6 +238,8 @@ def attend_spans(
                 tl.store(partial + (rows * OUT_DIM)[:, None] + at[None, :], acc, mask=mask)
                 tl.store(partial_total + rows, total, mask=real)
                 tl.store(partial_top + rows, top, mask=real)
+        row, begin, token_0, q_len, kv_len, alone = following
+    release_launch(OVERLAP)
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
@@ -236,49 +256,51 @@ def add_spans(
     short_q_len,
     HEADS: tl.constexpr,
     OUT_DIM: tl.constexpr,
-    OUT_PAD: tl.constexpr,
+    COLUMNS: tl.constexpr,
     SPAN: tl.constexpr,
     UNROLL: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Add the sums of a token's spans, in order: one head of one token of one sequence.
+    """Add the sums of a token's spans, in order: some columns of one head of one token.
 
     One head, so that its weights are scalars: a tensor of several would pass through shared
     memory for every span, and the next span's loads wait behind that.
     """
-    row, token, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    pieces: tl.constexpr = (OUT_DIM + COLUMNS - 1) // COLUMNS
+    row, token, head = tl.program_id(0), tl.program_id(1), tl.program_id(2) // pieces
     start = tl.load(starts + row)
     count = tl.load(starts + row + 1) - start
     token_0 = tl.load(cu_seqlens_q + row)
     q_len = tl.load(cu_seqlens_q + row + 1) - token_0
+    kv_len = tl.load(kv_lens + row)
+    await_launch(OVERLAP)
+    release_launch(OVERLAP)
     if (count > 1) & (token < q_len):
-        kv_len = tl.load(kv_lens + row)
         last = (kv_len - q_len + token) // SPAN
         count = tl.minimum(count, last + 1 - _first_span(q_len, kv_len, window, SPAN))
-        at = tl.arange(0, OUT_PAD)
+        at = tl.program_id(2) % pieces * COLUMNS + tl.arange(0, COLUMNS)
         mask = at < OUT_DIM
         place = (start.to(tl.int64) * short_q_len + token) * HEADS + head
         stride = short_q_len * HEADS
         tops = tl.full((64,), float("-inf"), tl.float32)
         for first in range(0, count, 64):  # at once, not one wait for memory after the other
-            index = first + tl.arange(0, 64)
-            here = tl.load(
-                partial_top + place + index * stride, mask=index < count, other=float("-inf")
-            )
-            tops = tl.maximum(tops, here)
+            index = tl.minimum(first + tl.arange(0, 64), count - 1)
+            tops = tl.maximum(tops, tl.load(partial_top + place + index * stride))
         top = tl.max(tops)
         safe = tl.where(top == float("-inf"), 0.0, top)
-        acc = tl.zeros((OUT_PAD,), tl.float32)
+        acc = tl.zeros((COLUMNS,), tl.float32)
         total = 0.0
         for first in range(0, count, UNROLL):
             for step in tl.static_range(UNROLL):  # so that many loads are under way
-                there = first + step < count
-                part_top = tl.load(partial_top + place, mask=there, other=float("-inf"))
-                weight = power(part_top - safe)
-                total += tl.load(partial_total + place, mask=there, other=0.0) * weight
-                part = tl.load(partial + place * OUT_DIM + at, mask=mask & there, other=0.0)
-                acc += part * weight
-                place += stride
+                # Clamped, not masked: there are 7 predicates, and loads would wait for one.
+                there = place + tl.minimum(first + step, count - 1) * stride
+                weight = power(tl.load(partial_top + there) - safe)
+                part_total = tl.load(partial_total + there)
+                part = tl.load(partial + there * OUT_DIM + at, mask=mask, other=0.0)
+                real = first + step < count
+                total = tl.where(real, total + part_total * weight, total)
+                acc = tl.where(real, acc + part * weight, acc)
         sink = total
         if HAS_SINKS:
             sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false
-# pyright: reportUntypedFunctionDecorator=false
+# pyright: reportUntypedFunctionDecorator=false, reportGeneralTypeIssues=false
 # ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0913
 # (Triton is optional, and its values have no static types; compile-time values are upper case,
 # and a kernel has as many parameters as it has.)
@@ -25,8 +25,33 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["empty_sum", "finish", "load_queries", "merge", "power", "query_rows", "span"]
+__all__ = [
+    "await_launch",
+    "empty_sum",
+    "finish",
+    "load_queries",
+    "merge",
+    "power",
+    "query_rows",
+    "release_launch",
+    "span",
+]
+
+
+@triton.jit
+def await_launch(OVERLAP: tl.constexpr):
+    """Wait for the launch before this one; before, read nothing that it may have written."""
+    if OVERLAP:
+        gdc_wait()
+
+
+@triton.jit
+def release_launch(OVERLAP: tl.constexpr):
+    """Let the next launch's programs take their places, where they wait for this one's end."""
+    if OVERLAP:
+        gdc_launch_dependents()
 
 
 @triton.jit
