@@ -116,6 +116,8 @@ def fill(
             if (whole := collector.add(name, tensor)) is not None:
                 weight, parts = whole
                 writer.take(weight, to[weight.name], parts)
+                del parts
+            del tensor, whole  # a source may read ahead: none should outlive its turn
             progress.advance(source.headers[name].num_bytes)
     finally:
         progress.finish()
