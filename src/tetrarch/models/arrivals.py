@@ -232,7 +232,7 @@ class Arrivals:
     def _read_small(self, names: list[str], on_host: dict[str, Tensor]) -> None:
         for name in names:
             on_host[name] = torch.empty(self._files.headers[name].num_bytes, dtype=torch.uint8)
-        views = {name: memoryview(on_host[name].numpy()) for name in names}
+        views = {name: on_host[name].numpy().data for name in names}
         self._files.fill([Segment(name, 0, view) for name, view in views.items()])
 
     def _carry(
@@ -240,7 +240,7 @@ class Arrivals:
     ) -> None:
         """Read a piece and copy it: the work of one thread."""
         lane, first, last = lanes.get(), piece[0].at, piece[-1]
-        view = memoryview(lane.buffer.numpy())
+        view = lane.buffer.numpy().data
         places = [part.at - first for part in piece]
         try:
             self._files.fill(

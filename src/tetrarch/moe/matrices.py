@@ -65,7 +65,8 @@ class Values:
         """Look at a tensor, or at the block scales of a serialized one; nobody waits."""
         if isinstance(value, Nvfp4Matrix):
             value = value.block_scale.view(torch.uint8)
-        self._ends.setdefault(value.dtype, []).append((name, *value.aminmax()))
+        low, high = value.aminmax()
+        self._ends.setdefault(value.dtype, []).append((name, low, high))
 
     def flaw(self) -> tuple[str, str] | None:
         """Return the first name since the last call whose values no weight has, and why."""
