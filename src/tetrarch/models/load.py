@@ -41,6 +41,8 @@ def first_load(
 ) -> LoadReport:
     """Fill a new model as its plan says: from the plan's checkpoint, or with random numbers.
 
+    What it needed of the device on the way is given back: the KV cache is sized by what is free.
+
     Args:
         model: Built from the plan.
         plan: Where weights come from, and what the experts are to be.
@@ -50,11 +52,14 @@ def first_load(
     Raises:
         CheckpointError: As of `load_weights`, or there are no weights.
     """
-    if plan.model.load_format == "dummy":
-        return make_weights(model, plan.quant, progress=progress)
-    source = open_checkpoint(plan, plan.model.path)
-    placed = None if place is None else place(source)
-    return load_weights(model, source, plan=plan.quant, progress=progress, placements=placed)
+    try:
+        if plan.model.load_format == "dummy":
+            return make_weights(model, plan.quant, progress=progress)
+        source = open_checkpoint(plan, plan.model.path)
+        placed = None if place is None else place(source)
+        return load_weights(model, source, plan=plan.quant, progress=progress, placements=placed)
+    finally:
+        torch.cuda.empty_cache()  # nothing where CUDA is not in use
 
 
 def load_weights(
