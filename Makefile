@@ -9,7 +9,7 @@ BIN = .venv/bin
 # Two OpenMP threads that spin on two busy cores make torch 10-30 times slower.
 CALM = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: help setup serve test test-gpu check check-slow fmt lint types floors docs resolve bench
+.PHONY: help setup serve test test-gpu test-compat check check-slow fmt lint types floors docs resolve bench
 ## help         show this list
 help: ; @sed -n 's/^## /  make /p' $(firstword $(MAKEFILE_LIST))
 ## setup        create .venv and install tetrarch; cheap when nothing changed
@@ -21,6 +21,9 @@ test: EXTRAS = $(TEST)
 test: setup ; $(CALM) $(BIN)/python -m pytest -n 2 -m "not slow and not gpu" $(ARGS)
 ## test-gpu     run the tests that need a GPU, with PYTHON as it is: nothing is installed
 test-gpu: ; PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(ARGS)
+## test-compat  run the models' tests with the oldest transformers that we support
+test-compat: EXTRAS = test
+test-compat: setup ; @$(BIN)/python tools/setup_compat.py && PYTHONPATH=src $(CALM) .venv-compat/bin/python -m pytest -n 2 -m "not slow and not gpu" $(or $(ARGS),tests/models)
 ## fmt          format, and fix what ruff can fix
 fmt: EXTRAS = test,check
 fmt: setup ; $(BIN)/ruff format . && $(BIN)/ruff check --fix .

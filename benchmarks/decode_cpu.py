@@ -32,7 +32,7 @@ from tetrarch.config.resolve import resolve
 from tetrarch.core.units import ceil_div
 from tetrarch.executor.batch import build_batch
 from tetrarch.executor.executor import Executor
-from tetrarch.executor.results import step_result
+from tetrarch.executor.results import Draws
 from tetrarch.executor.step import Phase, SampleSpec, SeqChunk, Step
 from tetrarch.models.describe import describe
 
@@ -94,9 +94,9 @@ def host(executor: Executor, streams: int, *, num_steps: int) -> list[float]:
             step,
             page_size=executor.capacity.page_size,
             budget=plan.experts.budget,
-            device=logits.device,
+            memory=executor._rows,
         )
-        step_result(step, logits)
+        Draws(step, logits).wait()
         seconds.append(time.perf_counter() - start)
     return seconds
 

@@ -128,7 +128,7 @@ def start_rank() -> Callable[..., Executor]:
     return _start_rank
 
 
-def _start_rank(path: Path, **settings: Any) -> Executor:
+def _start_rank(path: Path, *, device: str = "cpu", **settings: Any) -> Executor:
     small = {
         "quantization": "nvfp4_online",
         "dtype": "float32",
@@ -139,7 +139,7 @@ def _start_rank(path: Path, **settings: Any) -> Executor:
         "threads": 1,
     }
     reading = read_keywords({"model": path, **small, **settings}, {})
-    return Executor(plan_launch(reading, describe=describe, device=detect("cpu")))
+    return Executor(plan_launch(reading, describe=describe, device=detect(device)))
 
 
 @pytest.fixture(scope="session")
@@ -222,6 +222,7 @@ def _make_plan(
             memory_bytes=1 << 33,
             physical_cores=1,
         ),
+        attention="torch",
         deterministic=False,
         num_threads=1,
         process_env=(),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -161,3 +162,16 @@ def test_a_script_needs_no_main_guard_and_leaves_no_process(tmp_path: Path) -> N
     pid, *text = ran.stdout.splitlines()
     assert text == ["12 + 30 = 42.", "#### 42"], ran.stderr
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_dummy_generates_ids_from_config_json_alone(demo_path: Path, tmp_path: Path) -> None:
+    shutil.copy(demo_path / "config.json", tmp_path)
+    settings = dict(load_format="dummy", max_total_tokens=4096, threads=1)
+    fixed = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True)
+    with LLM(str(tmp_path), **settings) as llm:
+        [output] = llm.generate([3, 4, 5], fixed)
+        assert (len(output.token_ids), output.text) == (8, "")
+        with pytest.raises(RequestError, match="no tokenizer"):
+            llm.generate("text", fixed)
+        with pytest.raises(RequestError, match="no tokenizer"):
+            llm.generate([3], SamplingParams(stop=("x",)))

@@ -41,7 +41,8 @@ from tetrarch.engine.request import (
 )
 from tetrarch.engine.sampling import check_sampling
 from tetrarch.engine.stream import OutputText
-from tetrarch.engine.text import Tokenizer, load_tokenizer
+from tetrarch.engine.text import Tokenizer
+from tetrarch.engine.textless import tokenizer_of
 from tetrarch.executor.step import TokenLogprob
 from tetrarch.models.describe import describe
 from tetrarch.models.fetch import fetch
@@ -109,9 +110,7 @@ class LLM:
             describe=describe,
             fetch=fetch,
         )
-        self.tokenizer: Tokenizer = load_tokenizer(
-            self.plan.model.tokenizer_path, chat_template=self.plan.serve.chat_template
-        )
+        self.tokenizer: Tokenizer = tokenizer_of(self.plan)
         self._engine = EngineProcess(self.plan)
         try:
             self._engine.wait_ready(progress)

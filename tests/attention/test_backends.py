@@ -12,7 +12,9 @@ from tetrarch.attention.pool import KVPool
 from tetrarch.attention.types import AttentionInputs, AttentionSite
 from tetrarch.kernels.attention.reference import ScoreRule
 
-SITE = AttentionSite(index=0, name="", num_kv_heads=2, key_dim=8, value_dim=8, latent=False)
+SITE = AttentionSite(
+    index=0, name="", num_heads=4, num_kv_heads=2, key_dim=8, value_dim=8, latent=False
+)
 INPUTS = AttentionInputs(
     write_at=torch.arange(6),
     cu_seqlens_q=torch.tensor([0, 6], dtype=torch.int32),

@@ -80,7 +80,13 @@ def test_plain_attention_equals_torch() -> None:
     torch.manual_seed(0)
     module = nn.Identity()
     site = AttentionSite(
-        index=0, name="", num_kv_heads=GROUPS, key_dim=DIM, value_dim=DIM, latent=False
+        index=0,
+        name="",
+        num_heads=HEADS,
+        num_kv_heads=GROUPS,
+        key_dim=DIM,
+        value_dim=DIM,
+        latent=False,
     )
     pool = KVPool([site], 3, page_size=4, dtype=torch.float32, device=torch.device("cpu"))
     query = torch.randn(1, HEADS, TOKENS, DIM)
@@ -108,7 +114,13 @@ def test_absorbed_attention_equals_expanded_attention() -> None:
     rank, plain, rotary, wide = 12, 6, 4, 5
     module = Latent(rank, plain, wide)
     site = AttentionSite(
-        index=0, name="", num_kv_heads=1, key_dim=rank, value_dim=rotary, latent=True
+        index=0,
+        name="",
+        num_heads=HEADS,
+        num_kv_heads=1,
+        key_dim=rank,
+        value_dim=rotary,
+        latent=True,
     )
     pool = KVPool([site], 3, page_size=4, dtype=torch.float32, device=torch.device("cpu"))
     query = torch.randn(1, HEADS, TOKENS, plain + rotary)

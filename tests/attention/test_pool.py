@@ -9,8 +9,12 @@ from tetrarch.attention.pool import KVPool, bytes_per_token
 from tetrarch.attention.types import AttentionSite
 
 SITES = (
-    AttentionSite(index=0, name="a", num_kv_heads=2, key_dim=16, value_dim=16, latent=False),
-    AttentionSite(index=1, name="b", num_kv_heads=1, key_dim=32, value_dim=8, latent=True),
+    AttentionSite(
+        index=0, name="a", num_heads=4, num_kv_heads=2, key_dim=16, value_dim=16, latent=False
+    ),
+    AttentionSite(
+        index=1, name="b", num_heads=4, num_kv_heads=1, key_dim=32, value_dim=8, latent=True
+    ),
 )
 
 

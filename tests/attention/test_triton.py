@@ -25,8 +25,12 @@ paged = pytest.importorskip("tetrarch.kernels.attention.triton")
 CPU = torch.device("cpu")
 HEADS = 4
 SITES = (
-    AttentionSite(index=0, name="", num_kv_heads=2, key_dim=16, value_dim=16, latent=False),
-    AttentionSite(index=1, name="", num_kv_heads=1, key_dim=24, value_dim=8, latent=True),
+    AttentionSite(
+        index=0, name="", num_heads=HEADS, num_kv_heads=2, key_dim=16, value_dim=16, latent=False
+    ),
+    AttentionSite(
+        index=1, name="", num_heads=HEADS, num_kv_heads=1, key_dim=24, value_dim=8, latent=True
+    ),
 )
 
 
@@ -56,7 +60,7 @@ def test_a_layer_equals_the_reference(site: AttentionSite) -> None:
     torch.manual_seed(0)
     module = Latent()
     limits = paged.SplitLimits(num_seqs=2, num_units=4, span=64, num_programs=2)
-    triton = BUILT["triton"].build(SITES, limits, num_heads=HEADS, device=CPU, scratch=SlotTable())
+    triton = BUILT["triton"].of(SITES, limits, device=CPU, scratch=SlotTable())
     step = inputs()
     pools = [KVPool(SITES, 6, page_size=8, dtype=torch.float32, device=CPU) for _ in range(2)]
     for pool in pools:

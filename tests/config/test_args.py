@@ -56,6 +56,7 @@ def test_no_name_belongs_to_two_settings() -> None:
         ("--moe-a2a-backend", "moe_dispatch"),
         ("--mem-fraction-static", "kv_cache_fraction"),
         ("--disable-radix-cache", "prefix_cache"),
+        ("--disable-overlap-schedule", "overlap_schedule"),
         ("--disable-cuda-graph", "cuda_graphs"),
         ("--cuda-graph-max-bs", "graph_max_batch"),
         ("--tp", "tp_size"),

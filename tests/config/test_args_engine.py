@@ -25,3 +25,8 @@ def test_switches_that_only_turn_off_carry_their_value() -> None:
     assert FLAGS["--disable-radix-cache"].means == "off"
     assert FLAGS["--disable-cuda-graph"].means == "off"
     assert FLAGS["--disable-piecewise-cuda-graph"].means == "0"
+
+
+def test_the_compiler_is_switched_by_either_word() -> None:
+    assert FLAGS["--enable-torch-compile"].means == "on"
+    assert FLAGS["--disable-torch-compile"].means == "off"

@@ -156,6 +156,11 @@ def test_a_flag_without_its_value_is_an_error() -> None:
     assert "expected one argument" in error
 
 
+def test_a_context_in_which_no_prompt_leaves_room_for_a_token_is_refused() -> None:
+    (error,) = refused("--context-length", "1")
+    assert "at least 2" in error
+
+
 def test_everything_wrong_is_reported_together() -> None:
     errors = refused(
         "--port",

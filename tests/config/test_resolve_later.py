@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks and graphs are declared, and refused until they exist; determinism is for the CPU."""
+"""Ranks are declared, and refused until they exist; graphs are for GPUs, determinism for CPUs."""
 
 from __future__ import annotations
 
@@ -101,3 +101,39 @@ def test_deterministic_is_for_the_cpu(settle: Callable[..., Plan], refusals: Ref
     (error,) = refusals(deterministic=True, arch=Arch.SM90)
     assert isinstance(error, Unsupported)
     assert "--deterministic is not supported on sm90" in error.what
+
+
+def test_a_gpu_captures_as_many_sequences_as_may_run(settle: Callable[..., Plan]) -> None:
+    plan = settle(arch=Arch.SM90)
+    assert plan.attention == "triton"
+    assert plan.graphs == GraphPlan(plan.schedule.max_running_requests, 0)
+    why = {one.field: (one.value, one.why) for one in plan.decisions}
+    assert why["cuda_graphs"] == ("on", "decode and verify steps, in 35 sizes of batch")
+    assert why["graph_max_batch"] == ("256", "as many as may run")
+    assert settle(arch=Arch.SM90, graph_max_batch=24).graphs == GraphPlan(24, 0)
+    assert settle(arch=Arch.SM90, graph_max_batch=999).graphs == GraphPlan(256, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"cuda_graphs": "off"}, "nothing is captured"),
+        ({"moe_runner": "reference"}, "the reference runner waits for the device"),
+        ({"attention_backend": "torch"}, "torch's attention is laid out by the host"),
+    ],
+)
+def test_what_waits_for_the_host_is_not_captured(
+    settle: Callable[..., Plan], refusals: Refusals, settings: dict[str, Any], why: str
+) -> None:
+    plan = settle(arch=Arch.SM90, **settings)
+    assert plan.graphs == GraphPlan(0, 0)
+    assert why in {one.why for one in plan.decisions}
+    if "cuda_graphs" not in settings:
+        (error,) = refusals(arch=Arch.SM90, cuda_graphs="on", **settings)
+        assert error.why == why
+
+
+def test_attention_is_torchs_on_a_cpu(settle: Callable[..., Plan], refusals: Refusals) -> None:
+    assert settle().attention == "torch"
+    (error,) = refusals(attention_backend="triton")
+    assert "--attention-backend triton is not supported on the CPU" in error.what

@@ -150,3 +150,28 @@ def test_behind_an_open_door_an_update_reads_what_lies_beside_the_model(
     hub = "/hub/models--some--model"
     cached = settle(host="0.0.0.0", source=checkpoint(path=f"{hub}/snapshots/abc"))
     assert cached.serve.weights_root == hub
+
+
+def test_token_ids_alone_are_served_where_asked(
+    settle: Callable[..., Plan], refusals: Callable[..., list[TetrarchError]]
+) -> None:
+    plan = settle(skip_tokenizer_init=True)
+    assert plan.model.tokenizer_path is None
+    assert "token ids only" in why(plan, "tokenizer_path")
+    for setting in ("tokenizer_path", "chat_template"):
+        (error, *_) = refusals(skip_tokenizer_init=True, **{setting: "/t"})
+        assert f"--{setting.replace('_', '-')} has no effect" in error.what
+
+
+def test_a_dummy_needs_no_tokenizer_and_takes_one(
+    settle: Callable[..., Plan], checkpoint: Callable[..., Checkpoint], tmp_path: Path
+) -> None:
+    """Negative control: a real checkpoint without one is refused when it is loaded."""
+    source = checkpoint(path=str(tmp_path))
+    assert settle(source=source).model.tokenizer_path == str(tmp_path)
+    assert settle(source=source, load_format="dummy").model.tokenizer_path is None
+    asked = settle(source=source, load_format="dummy", tokenizer_path="/t")
+    assert asked.model.tokenizer_path == "/t"
+    (tmp_path / "tokenizer_config.json").touch()
+    dummy = settle(source=source, load_format="dummy")
+    assert (dummy.model.tokenizer_path, dummy.model.load_format) == (str(tmp_path), "dummy")

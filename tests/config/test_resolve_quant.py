@@ -246,3 +246,13 @@ def test_a_factor_that_a_forward_would_refuse_is_refused_at_launch(
 def test_a_setting_without_effect_is_refused(refusals: Refusals, settings: dict[str, Any]) -> None:
     (error,) = refusals(**settings)
     assert "has no effect" in error.what
+
+
+def test_a_dummys_weights_are_stored_as_its_contract_wants(
+    settle: Callable[..., Plan], refusals: Callable[..., list[TetrarchError]]
+) -> None:
+    """Negative control: a checkpoint that holds BF16 cannot be per token under modelopt_fp4."""
+    settings = dict(quantization="modelopt_fp4", moe_activations="per_token")
+    plan = settle(load_format="dummy", **settings)
+    assert plan.quant.contract.name == "modelopt_fp4/per_token"
+    assert [error.what for error in refusals(**settings)] != []

@@ -88,6 +88,33 @@ def test_uncut_prompts_do_not_mix(settle: Callable[..., Plan]) -> None:
     assert settle().schedule.mixed_chunk
 
 
+@pytest.mark.parametrize(
+    ("arch", "asked", "overlaps"),
+    [
+        (Arch.CPU, "auto", False),
+        (Arch.CPU, "on", True),
+        (Arch.SM90, "auto", True),
+        (Arch.SM90, "off", False),
+    ],
+)
+def test_steps_overlap_on_a_gpu_and_elsewhere_if_asked(
+    settle: Callable[..., Plan], arch: Arch, asked: str, overlaps: bool
+) -> None:
+    plan = settle(arch=arch, overlap_schedule=asked)
+    assert plan.schedule.overlap == overlaps
+    assert (why(plan, "overlap_schedule") == "asked for") == (asked != "auto")
+
+
+def test_steps_do_not_overlap_with_speculation(machine: Callable[..., Device]) -> None:
+    spec = SpecPlan("mtp", num_steps=3, num_draft_tokens=4)
+    ledger, gpu = Ledger(), machine(Arch.SM90)
+    assert not resolve_schedule(LaunchArgs(), spec, gpu, ledger).overlap
+    assert not ledger.errors
+    resolve_schedule(LaunchArgs(overlap_schedule="on"), spec, gpu, ledger)
+    (error,) = ledger.errors
+    assert error.what == "--overlap-schedule on contradicts speculation"
+
+
 def test_a_step_smaller_than_a_page_is_refused(
     refusals: Callable[..., list[TetrarchError]],
 ) -> None:

@@ -93,7 +93,8 @@ class Joined:
         self._trainer, self.name = trainer, place.name
         before = receivers()
         trainer.tell(f"open_group({place.name!r}, {place.port})")
-        self.group = WeightGroup.join(place, device=torch.device("cpu"), timeout=30)
+        self.group = WeightGroup(place, torch.device("cpu"))
+        self.group.join(30)
         assert trainer.answer() == "done"
         [self.receiver] = [one for one in receivers() if one not in before]
 
@@ -126,8 +127,8 @@ class Joined:
 
 def receivers(of: int | None = None) -> list[psutil.Process]:
     """Return the processes that receive for a process, ours by default."""
-    children = psutil.Process(of).children()
-    return [one for one in children if "tetrarch.distributed.receiver" in one.cmdline()]
+    lives = [c for c in psutil.Process(of).children() if c.status() != psutil.STATUS_ZOMBIE]
+    return [one for one in lives if "tetrarch.distributed.receiver" in one.cmdline()]
 
 
 def is_gone(process: psutil.Process, *, within: float = 5) -> bool:

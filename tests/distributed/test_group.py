@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch import Tensor
 from tetrarch.core.errors import RequestError
 from tetrarch.distributed import group
 from tetrarch.distributed.group import WeightGroup
+from tetrarch.distributed.lifeline import Lifeline
 from tetrarch.distributed.meeting import Meeting
 
 if TYPE_CHECKING:
@@ -186,7 +188,8 @@ def test_a_silent_trainer_breaks_the_group_in_time(join: Callable[[str], Joined]
 
 def test_a_trainer_killed_mid_broadcast_is_an_error(own_trainer: Trainer, meeting: Meeting) -> None:
     own_trainer.tell(f"open_group('weights', {meeting.port})")
-    weights = WeightGroup.join(meeting, device=CPU, timeout=20)
+    weights = WeightGroup(meeting, CPU)
+    weights.join(20)
     assert own_trainer.answer() == "done"
     own_trainer.tell("import os; send('weights', torch.ones(4)); os.kill(os.getpid(), 9)")
     began = time.monotonic()
@@ -199,7 +202,7 @@ def test_a_trainer_killed_mid_broadcast_is_an_error(own_trainer: Trainer, meetin
 def test_a_wrong_world_size_times_out(trainer: Trainer, meeting: Meeting) -> None:
     trainer.tell(f"open_group('weights', {meeting.port}, world_size=2, timeout=4.0)")
     with pytest.raises(RequestError, match="did not come within 2 s"):
-        WeightGroup.join(replace(meeting, world_size=3), device=CPU, timeout=2)
+        WeightGroup(replace(meeting, world_size=3), CPU).join(2)
     assert trainer.answer()
 
 
@@ -217,7 +220,7 @@ def test_a_meeting_that_cannot_be_is_refused_at_once(
 ) -> None:
     began = time.monotonic()
     with pytest.raises(RequestError) as error:
-        WeightGroup.join(replace(meeting, **wrong), device=CPU, timeout=20)
+        WeightGroup(replace(meeting, **wrong), CPU).join(20)
     assert error.value.param == param
     assert time.monotonic() - began < 5
 
@@ -227,7 +230,7 @@ def test_a_trainer_that_never_opens_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(group, "_OPENS_WITHIN", 0.2)
     with pytest.raises(RequestError, match="nothing can be reached"):
-        WeightGroup.join(meeting, device=CPU, timeout=60)
+        WeightGroup(meeting, CPU).join(60)
 
 
 def test_a_port_that_is_no_store_is_an_error_in_time(
@@ -237,5 +240,58 @@ def test_a_port_that_is_no_store_is_an_error_in_time(
     with socket.create_server(("127.0.0.1", 0)) as dumb:
         place = replace(meeting, port=dumb.getsockname()[1])
         with pytest.raises(RequestError, match="did not come within 1 s"):
-            WeightGroup.join(place, device=CPU, timeout=1)
+            WeightGroup(place, CPU).join(1)
+    assert receivers_of() == before
+
+
+def try_to_join(place: Meeting) -> tuple[WeightGroup, RequestError]:
+    """Return how a group could not be joined, although there is a minute for it."""
+    made, began = WeightGroup(place, CPU), time.monotonic()
+    threading.Timer(1.0, made.close).start()
+    with pytest.raises(RequestError) as refused:
+        made.join(60)
+    assert 0.9 < time.monotonic() - began < 10
+    return made, refused.value
+
+
+def test_closing_ends_a_join_whose_store_has_not_opened(meeting: Meeting) -> None:
+    made, refused = try_to_join(meeting)
+    assert "it was destroyed while it was being joined" in refused.why
+    assert not made.is_open
+    with pytest.raises(RequestError, match="destroyed while"):
+        made.join(60)
+
+
+def test_closing_ends_a_join_whose_others_do_not_come(
+    meeting: Meeting, receivers_of: Callable[..., list[object]]
+) -> None:
+    before = receivers_of()
+    with socket.create_server((meeting.address, meeting.port)):
+        _, refused = try_to_join(meeting)
+        assert "it was destroyed while it was being joined" in refused.why
+        assert receivers_of() == before
+
+
+@pytest.mark.parametrize("after_s", [0.0, 5.0])
+def test_a_trainer_that_dies_while_others_are_awaited_is_not_waited_for(
+    own_trainer: Trainer,
+    meeting: Meeting,
+    receivers_of: Callable[..., list[object]],
+    monkeypatch: pytest.MonkeyPatch,
+    after_s: float,
+) -> None:
+    """Before the receiver has found its store, which torch would try for a minute; or after."""
+    before = receivers_of()
+    own_trainer.tell(f"open_group('weights', {meeting.port}, world_size=3, timeout=60.0)")
+    tie = Lifeline.tie
+
+    def tie_and_kill(line: Lifeline, place: Meeting, deadline: float) -> None:
+        tie(line, place, deadline)
+        threading.Timer(after_s, own_trainer.process.kill).start()
+
+    monkeypatch.setattr(Lifeline, "tie", tie_and_kill)
+    made, began = WeightGroup(replace(meeting, world_size=3), CPU), time.monotonic()
+    with pytest.raises(RequestError, match=r"or the trainer died \(the trainer's store has hung"):
+        made.join(60)
+    assert time.monotonic() - began < after_s + 15
     assert receivers_of() == before

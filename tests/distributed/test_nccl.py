@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from tetrarch.core.errors import RequestError
 from tetrarch.distributed import nccl
 from tetrarch.distributed.group import WeightGroup
+from tetrarch.distributed.lifeline import Lifeline
 from tetrarch.distributed.meeting import Meeting
 from tetrarch.distributed.nccl import NcclLink, within
 from tetrarch.distributed.parcel import Broadcast
@@ -70,15 +70,24 @@ def backend() -> Backend:
 
 
 @pytest.fixture
-def link(backend: Backend) -> NcclLink:
-    store: Callable[[], object] = Store
-    return NcclLink(Connection(store(), backend), CPU)  # pyright: ignore
+def lifeline() -> Lifeline:
+    return Lifeline()
+
+
+@pytest.fixture
+def link(
+    backend: Backend, meeting: Meeting, lifeline: Lifeline, monkeypatch: pytest.MonkeyPatch
+) -> NcclLink:
+    monkeypatch.setattr(nccl, "connect", lambda *_: Connection(Store(), backend))  # pyright: ignore
+    made = NcclLink(CPU)
+    made.join(meeting, lifeline, 10)
+    return made
 
 
 def test_within_returns_or_raises_what_the_act_does() -> None:
-    assert within(time.monotonic() + 10, lambda: 3) == 3
+    assert within(time.monotonic() + 10, lambda: 3, Lifeline()) == 3
     with pytest.raises(ValueError, match="literal"):
-        within(time.monotonic() + 10, lambda: int("x"))
+        within(time.monotonic() + 10, lambda: int("x"), Lifeline())
 
 
 def test_a_rank_that_never_comes_is_waited_for_in_time_only(
@@ -94,6 +103,33 @@ def test_a_rank_that_never_comes_is_waited_for_in_time_only(
     backend.arrives.set()
     backend.threads[0].join(5)
     assert not backend.threads[0].is_alive()
+
+
+@pytest.mark.parametrize("ends", ["the trainer", "we"])
+def test_ranks_that_meet_are_waited_for_no_longer_than_the_lifeline_holds(
+    link: NcclLink, backend: Backend, lifeline: Lifeline, ends: str
+) -> None:
+    threading.Timer(0.2, lifeline.cut if ends == "the trainer" else link.close).start()
+    began = time.monotonic()
+    with pytest.raises(ConnectionError, match="hung up"):
+        link.receive([Broadcast(4, b"")], timeout=60)
+    assert 0.1 < time.monotonic() - began < 5
+    link.close()
+    backend.arrives.set()
+
+
+def test_a_store_that_answers_nothing_is_given_up_with_the_lifeline(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, lifeline = threading.Event(), Lifeline()
+    monkeypatch.setattr(nccl, "connect", lambda *_: answers.wait(60))
+    threading.Timer(0.2, lifeline.cut).start()
+    began, link = time.monotonic(), NcclLink(CPU)
+    with pytest.raises(ConnectionError, match="hung up"):
+        link.join(meeting, lifeline, 60)
+    link.close()
+    assert time.monotonic() - began < 5
+    answers.set()
 
 
 def test_ranks_meet_once_and_beside_the_caller(link: NcclLink, backend: Backend) -> None:
@@ -115,7 +151,8 @@ def test_nccl_brings_every_dtype_and_survives_a_dead_trainer(
     trainer, place = own_trainer, replace(meeting, backend="nccl")
     device = torch.device("cuda:1")
     trainer.tell(f"open_group('weights', {place.port}, backend='nccl', timeout=60.0)")
-    weights = WeightGroup.join(place, device=device, timeout=60)
+    weights = WeightGroup(place, device)
+    weights.join(60)
     assert trainer.answer() == "done"
     trainer.tell(
         'send("weights", *[numbers(t, 5).cuda() for t in'
@@ -146,7 +183,8 @@ def test_nccl_does_not_wait_for_ever_for_a_third_rank(
     own_trainer.tell(
         f"open_group('weights', {place.port}, world_size=3, backend='nccl', timeout=60.0)"
     )
-    weights = WeightGroup.join(place, device=device, timeout=60)
+    weights = WeightGroup(place, device)
+    weights.join(60)
     # It comes to the store, which would not let the trainer go on, and no further.
     third = dist.TCPStore("127.0.0.1", place.port, 3, is_master=False)
     assert own_trainer.answer() == "done"

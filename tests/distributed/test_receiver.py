@@ -24,7 +24,8 @@ import sys
 import torch
 from tetrarch.distributed.group import Meeting, WeightGroup
 meeting = Meeting("127.0.0.1", int(sys.argv[1]), rank=1, world_size=2, name="w", backend="gloo")
-group = WeightGroup.join(meeting, device=torch.device("cpu"), timeout=30)
+group = WeightGroup(meeting, torch.device("cpu"))
+group.join(30)
 print("joined", flush=True)
 group.receive(["a"], ["uint8"], [[4]], load_format=None, timeout=60)
 """

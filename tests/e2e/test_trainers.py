@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import pickle
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
@@ -170,6 +171,60 @@ def test_a_trainer_that_sends_more_than_it_announced_ends_its_group_and_nothing_
     loop.push_broadcast(loop.Server(trained.url, None), weights, "once more")
     assert trained.checksums() == wanted
     assert trained.engine.children() == []
+
+
+def test_a_receiver_that_is_killed_in_the_middle_of_a_broadcast_loses_its_group_and_no_weight(
+    trained: TrainedServer, weights: dict[str, Tensor], wanted: dict[str, str]
+) -> None:
+    """Of a session that has written whole layers by then."""
+    before, bits, loop = trained.checksums(), trained.bits(), _example()
+    first, second = buckets(weights, 2)
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(trained.ask, INIT, master_port=(port := free_port()), **PLACE)
+        group = loop.join_group(port)
+        reply.result()
+        [receiver] = trained.engine.children()
+        trained.ask(TENSOR, serialized_named_tensors=saved(first), flush_cache=False)
+        assert trained.checksums() not in (before, wanted), "then this would show nothing"
+        header = {
+            "names": list(second),
+            "dtypes": [str(tensor.dtype) for tensor in second.values()],
+            "shapes": [list(tensor.shape) for tensor in second.values()],
+        }
+        reply = pool.submit(trained.ask, "/update_weights_from_distributed", status=400, **header)
+        for tensor in list(second.values())[: len(second) // 2]:
+            dist.broadcast(tensor, src=0, group=group)
+        receiver.kill()
+        refusal = reply.result()
+    assert refusal["error"]["type"] == "invalid_request"
+    assert "the process that receives has ended: code -9" in refusal["message"]
+    dist.destroy_process_group(group)
+    assert (trained.checksums(), trained.bits()) == (before, bits)
+    assert trained.engine.is_running()
+    assert trained.engine.children() == []
+    loop.push_broadcast(loop.Server(trained.url, None), weights, "once more")
+    assert trained.checksums() == wanted
+    assert trained.engine.children() == []
+
+
+def test_a_join_that_nobody_comes_to_is_ended_by_destroying_its_group(
+    trained: TrainedServer, weights: dict[str, Tensor], wanted: dict[str, str]
+) -> None:
+    with (
+        ThreadPoolExecutor(1) as pool,
+        socket.create_server(("127.0.0.1", 0)) as dumb,  # as a trainer that has hung
+    ):
+        port = dumb.getsockname()[1]
+        reply = pool.submit(trained.ask, INIT, status=400, master_port=port, **PLACE)
+        deadline = time.monotonic() + 30
+        while not trained.engine.children():
+            assert time.monotonic() < deadline
+        trained.ask("/destroy_weights_update_group")
+        assert "it was destroyed while it was being joined" in reply.result()["message"]
+    assert trained.engine.children() == []
+    loop = _example()
+    loop.push_broadcast(loop.Server(trained.url, None), weights, "once more")
+    assert trained.checksums() == wanted
 
 
 def test_a_server_that_stops_leaves_no_process_behind(own_server: RunningServer) -> None:

@@ -11,14 +11,15 @@ import random
 import shutil
 import time
 import zlib
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
@@ -30,12 +31,16 @@ from tetrarch.config.plan import GraphPlan, ParallelPlan, Plan, SchedulePlan, Sp
 from tetrarch.engine.engine import Engine
 from tetrarch.engine.loop import EngineLoop
 from tetrarch.engine.messages import ControlReply, Heartbeat, encode
+from tetrarch.engine.pages import PagePool
 from tetrarch.engine.request import Delta, FinishReason, GenerateRequest, SamplingParams
 from tetrarch.engine.text import Tokenizer, load_tokenizer
 from tetrarch.executor.capacity import Capacity
 from tetrarch.executor.executor import Executor
 from tetrarch.executor.regions import RegionChange, RegionState
 from tetrarch.executor.step import (
+    FUTURE,
+    Done,
+    Pending,
     Phase,
     PromptScoring,
     SampleSpec,
@@ -122,8 +127,48 @@ class FakeDraft:
         return tuple(drafts)
 
 
+class Owners:
+    """Notices a write into pages that have been let go since it was launched."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool, self._take = pool, pool.take
+        self._times_taken = Counter[int]()
+        pool.take = self._note_taken  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _note_taken(self, count: int) -> tuple[int, ...]:
+        pages = self._take(count)
+        self._times_taken.update(pages)
+        return pages
+
+    def of(self, pages: Sequence[int]) -> tuple[int, ...]:
+        """Who holds the pages: the how-manieth taker of each; -1 for nobody."""
+        holders = self._pool._holders
+        return tuple(self._times_taken[page] if holders[page] else -1 for page in pages)
+
+
+class FakePending:
+    """A step that is computed when somebody waits for it, as late as that can be."""
+
+    def __init__(self, executor: FakeExecutor, step: Step) -> None:
+        self._executor, self._step = executor, step
+        self._owners = self._owners_of_written()
+
+    def wait(self) -> StepResult:
+        assert self._executor.flying.popleft() is self, "steps are waited for in order"
+        assert self._owners_of_written() == self._owners, "a write into somebody else's page"
+        return self._executor.compute(self._step)
+
+    def _owners_of_written(self) -> list[tuple[int, ...]]:
+        size, owners = self._executor.capacity.page_size, self._executor.owners
+        assert owners is not None
+        return [owners.of(seq.pages[seq.start // size :]) for seq in self._step.seqs]
+
+
 class FakeExecutor:
-    """Also stands for the rank's memory: a set of regions."""
+    """Also stands for the rank's memory: a set of regions.
+
+    Steps are computed when they are waited for, over the tokens and pages there are by then.
+    """
 
     def __init__(
         self, plan: Plan, num_pages: int, page_size: int, draft: FakeDraft | None = None
@@ -135,6 +180,9 @@ class FakeExecutor:
         self.capacity = Capacity(num_pages, page_size)
         self.moe_tokens_high_water = 0
         self.steps: list[Step] = []
+        self.flying: deque[FakePending] = deque()
+        self.owners: Owners | None = None  # of the engine's pages
+        self._last_ids: dict[int, int] = {}
         self._plan = plan
         self._pool = [random.getrandbits(30) for _ in range(num_pages * page_size)]
 
@@ -165,17 +213,36 @@ class FakeExecutor:
             self.weights.state = WeightsState.NOT_LOADED
         return RegionChange({tag: 0 if tag in already else 100 for tag in tags}, already)
 
-    def step(self, step: Step) -> StepResult:
+    def launch(self, step: Step) -> Pending:
         assert step.seqs
         assert self.state == "ready", "a step over memory that is not there"
         assert step.num_tokens == sum(step.rank_tokens)
         assert step.num_tokens <= self._plan.experts.budget.per_rank, "over the budget"
         assert len({seq.row for seq in step.seqs}) == len(step.seqs)
+        assert len(self.flying) <= self._plan.schedule.overlap, "too far ahead"
+        assert not (self.flying and any(seq.draft for seq in step.seqs))
         self.steps.append(step)
         self.moe_tokens_high_water = max(self.moe_tokens_high_water, step.num_tokens)
-        for seq in step.seqs:
+        self.flying.append(FakePending(self, step))
+        return self.flying[-1]
+
+    def compute(self, step: Step) -> StepResult:
+        assert self.state == "ready", "memory was taken away under a step"
+        seqs = [self._with_last_id(seq) for seq in step.seqs]
+        for seq in seqs:
             self._write(seq)
-        return StepResult(tuple(self._read(seq) for seq in step.seqs))
+        results = tuple(self._read(seq) for seq in seqs)
+        for seq, result in zip(seqs, results, strict=True):
+            if seq.samples:
+                self._last_ids[seq.row] = result.token_ids[-1] if result.token_ids else 0
+        return StepResult(results)
+
+    def _with_last_id(self, seq: SeqChunk) -> SeqChunk:
+        """Read what the row has drawn, whatever that is by now."""
+        assert FUTURE not in seq.token_ids[:-1]
+        if seq.token_ids[-1] != FUTURE:
+            return seq
+        return replace(seq, token_ids=(*seq.token_ids[:-1], self._last_ids[seq.row]))
 
     def _slot(self, seq: SeqChunk, position: int) -> int:
         page, offset = divmod(position, self.capacity.page_size)
@@ -248,6 +315,7 @@ def fake_plan(
     mixed: bool,
     cache: bool,
     context: int,
+    overlap: bool,
     spec: SpecPlan | None,
 ) -> Plan:
     schedule = SchedulePlan(
@@ -256,6 +324,7 @@ def fake_plan(
         chunk_tokens=chunk,
         mixed_chunk=mixed,
         prefix_cache=cache,
+        overlap=overlap,
     )
     budget = token_budget(
         schedule,
@@ -291,11 +360,20 @@ class Bench:
         draft: FakeDraft | None = None,
         **limits: Any,
     ) -> None:
-        defaults = dict(chunk=16, max_prefill=64, running=8, mixed=True, cache=True, context=128)
+        defaults = dict(
+            chunk=16,
+            max_prefill=64,
+            running=8,
+            mixed=True,
+            cache=True,
+            context=128,
+            overlap=False,
+        )
         spec = SpecPlan("mtp", steps, steps + 1, adaptive=adaptive) if steps else None
         self.plan = fake_plan(**{**defaults, **limits, "spec": spec})
         self.executor = FakeExecutor(self.plan, pages, page_size, draft or FakeDraft())
         self.engine = Engine(self.plan, self.executor, tokenizer)
+        self.executor.owners = Owners(self.engine._pool)
         self.deltas: dict[str, list[Delta]] = {}
 
     def add(self, rid: str, prompt: Sequence[int], **kw: Any) -> GenerateRequest:
@@ -317,13 +395,16 @@ class Bench:
         for _ in range(count):
             self.hear(self.engine.step())
 
+    def drain(self) -> None:
+        self.hear(self.engine.drain())
+
     def run(self, limit: int = 5000) -> None:
         for _ in range(limit):
             if not self.engine.has_work:
                 return
-            before = len(self.executor.steps)
+            before = self.engine.counters["steps"]
             self.step()
-            assert len(self.executor.steps) == before + 1, "work, but no step"
+            assert self.engine.counters["steps"] == before + 1, "work, but no step"
         raise AssertionError("does not end")
 
     def tokens(self, rid: str) -> tuple[int, ...]:
@@ -457,11 +538,11 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.executor, name)
 
-    def step(self, step: Step) -> StepResult:
+    def launch(self, step: Step) -> Pending:
         before = self.checksum() if self.is_watching else ""
         result = self.executor.step(step)
         self.steps.append((step.phase, before, self.checksum() if self.is_watching else ""))
-        return result
+        return Done(result)
 
     def checksum(self) -> str:
         return combine(self.executor.weights.checksums())

@@ -12,7 +12,7 @@ PROMPT = tuple(range(20, 33))
 
 
 def report(num_tensors: int = 3) -> UpdateReport:
-    return UpdateReport(atomic=True, num_tensors=num_tensors, num_bytes=12, seconds=0.5)
+    return UpdateReport(atomic=True, num_tensors=num_tensors, num_bytes=12, seconds=0.5, unused={})
 
 
 def test_updates_are_counted_where_nobody_names_them(bench: Any) -> None:

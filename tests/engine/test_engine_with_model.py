@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tetrarch.config.plan import Plan, SpecPlan
-from tetrarch.engine import scheduler
+from tetrarch.engine import holdings
 from tetrarch.engine.engine import Engine
 from tetrarch.engine.request import GenerateRequest, SamplingParams
 from tetrarch.engine.text import Tokenizer
@@ -129,6 +129,7 @@ def check(
         assert len(got.prompt) == (len(request.prompt_ids) - start if start > 0 else 0)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 def test_tokens_and_logprobs_are_those_of_each_request_alone(
     plan: Plan,
     executor: Executor,
@@ -136,8 +137,10 @@ def test_tokens_and_logprobs_are_those_of_each_request_alone(
     alone: dict[str, Heard],
     demo_tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
+    overlap: bool,
 ) -> None:
-    monkeypatch.setattr(scheduler, "_HEADROOM", 0)  # so that pages run out
+    monkeypatch.setattr(holdings, "_HEADROOM", 0)  # so that pages run out
+    plan = replace(plan, schedule=replace(plan.schedule, overlap=overlap))
     engine = Engine(plan, executor, demo_tokenizer)
     together = run(engine, requests)
     assert engine.counters["num_retracted_reqs"] > 0
@@ -156,7 +159,7 @@ def test_drafts_change_neither_tokens_nor_logprobs(
     chunk_tokens: int,
 ) -> None:
     """Greedy and sampled, with penalties; chunks, prefix hits and retractions among them."""
-    monkeypatch.setattr(scheduler, "_HEADROOM", 0)
+    monkeypatch.setattr(holdings, "_HEADROOM", 0)
     schedule = replace(drafting.schedule, chunk_tokens=chunk_tokens)
     engine = Engine(replace(drafting, schedule=schedule), drafting_executor, demo_tokenizer)
     together = run(engine, requests)

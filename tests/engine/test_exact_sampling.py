@@ -11,15 +11,15 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
-from tetrarch.executor.results import step_result
-from tetrarch.executor.step import SeqChunk, SeqResult, Step, StepResult
+from tetrarch.executor.results import Draws
+from tetrarch.executor.step import Done, Pending, SeqChunk, SeqResult, Step, StepResult
 
 Make = Callable[..., Any]
 VOCAB = 6
@@ -46,19 +46,18 @@ class TableExecutor:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._rank, name)
 
-    def step(self, step: Step) -> StepResult:
+    def launch(self, step: Step) -> Pending:
         rows = [seq.token_ids[-len(seq.samples) :] for seq in step.seqs]
         logits = TABLE[[token for tokens in rows for token in tokens]]
-        results = step_result(step, logits).seqs
+        results = Draws(step, logits).wait().seqs
         done = [self.verify(*pair) for pair in zip(step.seqs, results, strict=True)]
-        return StepResult(
-            tuple(
-                replace(one, drafts=_guess(one.token_ids[-1], seq.draft.num_drafts))
-                if seq.draft
-                else one
-                for seq, one in zip(step.seqs, done, strict=True)
-            )
+        results = tuple(
+            replace(one, drafts=_guess(one.token_ids[-1], seq.draft.num_drafts))
+            if seq.draft
+            else one
+            for seq, one in zip(step.seqs, done, strict=True)
         )
+        return Done(StepResult(results))
 
 
 def _guess(token: int, count: int) -> tuple[int, ...]:

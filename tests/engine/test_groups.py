@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tetrarch.core.errors import RequestError
-from tetrarch.distributed.group import WeightGroup
+from tetrarch.distributed.group import Meeting
 from tetrarch.engine.actions import (
     BeginUpdate,
     DestroyGroup,
@@ -57,7 +60,16 @@ class Trainer:
         self.sends = threading.Event()
         self.is_open = True
         self.num_closed = 0
-        monkeypatch.setattr(WeightGroup, "join", lambda meeting, **_: self)
+        self.comes = threading.Event()
+        self.comes.set()
+        monkeypatch.setattr("tetrarch.engine.groups.WeightGroup", self.make)
+
+    def make(self, meeting: Meeting, device: torch.device) -> Trainer:
+        self.meeting, self.is_open = meeting, True
+        return self
+
+    def join(self, timeout: float) -> None:
+        assert self.comes.wait(timeout)
 
     def receive(self, names: tuple[str, ...], *_: object, **__: object) -> Tensors:
         assert self.sends.wait(60)
@@ -76,11 +88,14 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
     made = Trainer(monkeypatch)
     yield made
     made.sends.set()
+    made.comes.set()
+
+
+WHERE = {"master_address": "here", "master_port": 1, "rank_offset": 1, "world_size": 2}
 
 
 def join(desk: Any) -> ControlReply:
-    where = {"master_address": "here", "master_port": 1, "rank_offset": 1, "world_size": 2}
-    return desk.ask(InitGroup, **where)
+    return desk.ask(InitGroup, **WHERE)
 
 
 def announced(tensors: Tensors) -> dict[str, Any]:
@@ -118,6 +133,18 @@ def test_tensors_from_a_group_arrive_beside_the_steps_and_are_taken_between_two(
     assert trainer.num_closed == 1
     reply = desk.ask(DestroyGroup)
     assert (reply.ok, reply.status) == (False, 400)
+
+
+def test_what_is_left_out_of_a_broadcast_is_told(
+    desk: Any, rank: Any, trainer: Trainer, new_tensors: Tensors, checksums: Any
+) -> None:
+    join(desk)
+    trainer.tensors = {**new_tensors, "mtp.fc.weight": torch.ones(2)}
+    trainer.sends.set()
+    reply = desk.ask(UpdateFromDistributed, **announced(trainer.tensors))
+    assert (reply.ok, reply.payload["num_tensors"]) == (True, len(new_tensors))
+    assert reply.payload["warnings"] == ["1 tensors were left out (mtp), such as mtp.fc.weight"]
+    assert rank.checksum() == checksums[1]
 
 
 def test_a_sender_that_dies_changes_nothing(
@@ -186,6 +213,58 @@ def test_a_meeting_that_cannot_be_is_refused_while_steps_go_on(desk: Any) -> Non
     reply = desk.ask(UpdateFromDistributed, **announced({"x": torch.ones(1)}))
     assert (reply.ok, reply.status) == (False, 400)
     assert "there is no weight group" in reply.message
+
+
+def until_answered(desk: Any, ticket: int) -> ControlReply:
+    while (reply := desk.reply(ticket)) is None:
+        desk.turn()
+    return reply
+
+
+def test_a_group_is_destroyed_while_it_is_being_joined(
+    desk: Any, rank: Any, checkpoints: tuple[Path, ...], new_tensors: Tensors
+) -> None:
+    """Nothing stands in for the group here, and no trainer ever comes."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        port = nobody.getsockname()[1]
+        place = {**WHERE, "master_address": "127.0.0.1", "master_port": port, "backend": "gloo"}
+        began, ticket = time.monotonic(), desk.post(InitGroup, **place)
+        for kind, fields in ((InitGroup, place), (UpdateFromDistributed, announced(new_tensors))):
+            reply = desk.ask(kind, **fields)
+            assert (reply.ok, reply.status) == (False, 400)
+        assert desk.reply(ticket) is None
+        destroyed = desk.ask(DestroyGroup)
+        assert (destroyed.ok, destroyed.status) == (True, 200)
+        reply = until_answered(desk, ticket)
+        assert time.monotonic() - began < 10, "it waits for twenty seconds otherwise"
+    assert (reply.ok, reply.status, reply.code) == (False, 400, "invalid_request")
+    assert "it was destroyed while it was being joined" in reply.message
+    assert "there is no weight group" in desk.ask(DestroyGroup).message
+    assert desk.ask(UpdateFromDisk, path=str(checkpoints[0])).ok, "nothing is held up"
+
+
+def test_a_group_that_is_destroyed_as_the_last_rank_comes_is_not_kept(
+    desk: Any, trainer: Trainer
+) -> None:
+    trainer.comes.clear()
+    ticket = desk.post(InitGroup, **WHERE)
+    assert desk.ask(DestroyGroup).ok
+    trainer.comes.set()
+    reply = until_answered(desk, ticket)
+    assert (reply.ok, reply.status) == (False, 400)
+    assert "destroyed as soon as it was joined" in reply.message
+    assert join(desk).ok, "its name is free"
+
+
+def test_a_join_that_fails_leaves_an_open_update_alone(desk: Any) -> None:
+    assert desk.ask(BeginUpdate).ok
+    ticket = desk.post(
+        InitGroup, **{**WHERE, "master_address": "no.such.host.invalid", "backend": "gloo"}
+    )
+    assert not until_answered(desk, ticket).ok
+    assert "there is no weight group" in desk.ask(DestroyGroup).message
+    assert desk.ask(EndUpdate).ok
 
 
 def test_nothing_else_changes_weights_while_a_trainer_is_awaited(

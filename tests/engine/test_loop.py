@@ -143,6 +143,6 @@ def test_shutdown_ends_what_runs(play: Callable[[Script], Post]) -> None:
 
 def test_a_defect_is_not_survived(make_bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = make_bench()
-    monkeypatch.setattr(bench.executor, "step", lambda step: 1 / 0)
+    monkeypatch.setattr(bench.executor, "launch", lambda step: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         EngineLoop(bench.engine, Post([request("a")]), print).run()

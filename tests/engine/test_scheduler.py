@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tetrarch.engine import scheduler
+from tetrarch.engine import holdings
 from tetrarch.engine.messages import Abort
 from tetrarch.executor.step import Phase
 
@@ -191,6 +191,7 @@ def disturb(bench: Any, rng: random.Random) -> tuple[dict[str, Any], set[str]]:
             aborted |= {delta.rid for delta in ended}
             bench.hear(ended)
         if rng.random() < 0.03:
+            bench.drain()
             rng.choice([bench.engine.retract, bench.engine.renew])()
         if bench.engine.has_work:
             bench.step()
@@ -208,7 +209,7 @@ def speculation(rng: random.Random, make_draft: Make) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("mode", ["plain", "drafts", "overlap"])
 @pytest.mark.parametrize("seed", range(60))
 def test_any_traffic_keeps_the_budget_the_pages_and_the_tokens(
     make_bench: Make,
@@ -217,12 +218,13 @@ def test_any_traffic_keeps_the_budget_the_pages_and_the_tokens(
     output_scores: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     seed: int,
-    drafts: bool,
+    mode: str,
 ) -> None:
     """The executor asserts the budget; here: each ends once, as if it had been alone."""
     rng = random.Random(seed)
-    monkeypatch.setattr(scheduler, "_HEADROOM", rng.choice([0, 4, 64]))  # small: more set back
-    bench = random_bench(make_bench, rng, **(speculation(rng, make_draft) if drafts else {}))
+    monkeypatch.setattr(holdings, "_HEADROOM", rng.choice([0, 4, 64]))  # small: more set back
+    more = {"drafts": speculation(rng, make_draft), "overlap": {"overlap": True}}
+    bench = random_bench(make_bench, rng, **more.get(mode, {}))
     requests, aborted = disturb(bench, rng)
     bench.run()
     for rid, request in requests.items():

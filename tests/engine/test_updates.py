@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tetrarch.engine import calls, updates
@@ -48,10 +50,14 @@ def request(rid: str, prompt: tuple[int, ...] = PROMPT, tokens: int = LENGTH) ->
     )
 
 
-@pytest.fixture
-def desk(model_desk: Any) -> Any:
-    """Over a real model, A."""
-    return model_desk
+@pytest.fixture(params=[False])
+def desk(rank: Any, make_desk: Make, request: pytest.FixtureRequest) -> Any:
+    """Over a real model, A; its steps overlap where a test asks for that."""
+    schedule = replace(rank.plan.schedule, overlap=request.param)
+    return make_desk(Engine(replace(rank.plan, schedule=schedule), rank))
+
+
+OVERLAP = pytest.mark.parametrize("desk", [False, True], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +103,7 @@ def spans(desk: Any, rid: str) -> list[tuple[str, int, int]]:
     return [(span.version, span.start, span.end) for span in desk.deltas(rid)[-1].versions]
 
 
+@OVERLAP
 def test_running_requests_keep_their_tokens_and_are_computed_again_under_new_weights(
     desk: Any, rank: Any, checkpoints: Paths, alone: Any
 ) -> None:
@@ -126,6 +133,7 @@ def test_running_requests_keep_their_tokens_and_are_computed_again_under_new_wei
     assert desk.tokens("c") == alone(1, PROMPT, LENGTH)[0], "a page of old weights lived on"
 
 
+@OVERLAP
 def test_without_a_flush_running_requests_keep_their_keys_and_values(
     desk: Any, rank: Any, checkpoints: Paths, alone: Any
 ) -> None:
@@ -466,6 +474,67 @@ def test_the_call_that_flushes_is_the_last_one(
     assert rank.checksum() == checksums[1]
 
 
+@pytest.fixture
+def heavier(checkpoints: Paths, new_tensors: Tensors, tmp_path: Path) -> tuple[Path, Tensors]:
+    """B with tensors of an MTP head, which nothing here drafts with: a folder, and tensors."""
+    extra = {"mtp.fc.weight": torch.ones(3), "mtp.layers.1.norm.weight": torch.ones(3)}
+    folder = Path(shutil.copytree(checkpoints[1], tmp_path / "mtp"))
+    save_file({**new_tensors, **extra}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder, extra
+
+
+def test_what_is_left_out_is_told_alike_whichever_way_it_comes(
+    desk: Any,
+    heavier: tuple[Path, Tensors],
+    new_tensors: Tensors,
+    post: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder, extra = heavier
+    both = {**new_tensors, **extra}
+    told = ["2 tensors were left out (mtp), such as mtp.fc.weight"]
+    assert desk.ask(UpdateFromDisk, path=str(folder), dry_run=True).payload["warnings"] == told
+    for kind, fields in [
+        (UpdateFromDisk, {"path": str(folder)}),
+        (UpdateFromTensors, {"data": post(both)}),
+    ]:
+        caplog.clear()
+        reply = desk.ask(kind, **fields)
+        assert (reply.ok, reply.payload["warnings"]) == (True, told)
+        assert reply.payload["num_tensors"] == len(new_tensors)
+        assert reply.payload["num_bytes"] == sum(one.nbytes for one in new_tensors.values())
+        assert reply.message.startswith(f"updated {len(new_tensors)} tensors")
+        assert reply.message.endswith(told[0])
+        assert [one.levelname for one in caplog.records if told[0] in one.message] == ["WARNING"]
+
+
+def test_each_call_tells_what_it_brought_for_nothing_and_the_last_one_all_of_it(
+    desk: Any, rank: Any, heavier: tuple[Path, Tensors], new_tensors: Tensors, post: Any
+) -> None:
+    extra = heavier[1]
+    for name in extra:
+        reply = desk.ask(UpdateFromTensors, data=post({name: extra[name]}), flush_cache=False)
+        assert (reply.ok, reply.payload["is_open"]) == (True, True)
+        told = f"1 tensors were left out (mtp), such as {name}"
+        assert reply.payload["warnings"] == [told]
+        assert reply.message == f"took 0 tensors; the update goes on; {told}"
+    reply = desk.ask(UpdateFromTensors, data=post(new_tensors))
+    assert reply.payload["num_tensors"] == len(new_tensors)
+    assert reply.payload["warnings"] == ["2 tensors were left out (mtp), such as mtp.fc.weight"]
+
+
+def test_an_update_of_nothing_but_what_is_left_out_is_refused_and_changes_nothing(
+    desk: Any, rank: Any, heavier: tuple[Path, Tensors], post: Any, checksums: Any
+) -> None:
+    reply = desk.ask(UpdateFromTensors, data=post(heavier[1]))
+    assert (reply.ok, reply.status, reply.code) == (False, 400, "invalid_weights")
+    assert "mtp.fc.weight (mtp); mtp.layers.1.norm.weight (mtp)" in reply.message
+    assert rank.checksum() == checksums[0]
+    desk.send(request("a"))
+    desk.run()
+    assert spans(desk, "a") == [("default", 0, LENGTH)]
+
+
 def test_a_request_between_two_calls_gets_503_and_the_trainer_goes_on(
     desk: Any, new_tensors: Tensors, post: Any, alone: Any
 ) -> None:
@@ -480,6 +549,14 @@ def test_a_request_between_two_calls_gets_503_and_the_trainer_goes_on(
     desk.run()
     assert desk.tokens("b") == alone(1, PROMPT, LENGTH)[0]
     assert spans(desk, "b") == [("1", 0, LENGTH)]
+    assert_told_unasked(desk, len(new_tensors))
+
+
+def assert_told_unasked(desk: Any, num_tensors: int) -> None:
+    """No call has ended the update, and yet it is told once, to be timed."""
+    reply = desk.reply(0)
+    assert (reply.ok, reply.payload["num_tensors"]) == (True, num_tensors)
+    assert (reply.payload["source"], reply.payload["seconds"] > 0) == ("tensor", True)
 
 
 def probe(rid: str) -> GenerateRequest:
@@ -545,6 +622,7 @@ def test_a_trainer_that_never_said_that_it_was_done_is_taken_to_be(
     desk.turn()
     assert (rank.weights.is_open, rank.checksum()) == (False, checksums[1])
     assert desk.beat.weight_version == "1"
+    assert_told_unasked(desk, len(new_tensors))
 
 
 def test_an_explicit_update_waits_for_its_end_and_the_log_says_so(

@@ -47,7 +47,13 @@ class HistoryModel:
     def __init__(self) -> None:
         self.sites = tuple(
             AttentionSite(
-                index=index, name=name, num_kv_heads=1, key_dim=1, value_dim=1, latent=False
+                index=index,
+                name=name,
+                num_heads=1,
+                num_kv_heads=1,
+                key_dim=1,
+                value_dim=1,
+                latent=False,
             )
             for index, name in enumerate(("attn", "draft"))
         )

@@ -11,7 +11,7 @@ import pytest
 from tetrarch.config.plan import Plan
 from tetrarch.core.errors import CapacityExceeded, CheckpointError, ConfigError
 from tetrarch.executor.executor import Executor
-from tetrarch.executor.step import Phase, SampleSpec, SeqChunk, Step
+from tetrarch.executor.step import FUTURE, Pending, Phase, SampleSpec, SeqChunk, Step
 from tetrarch.memory.slots import Region
 
 MakePlan = Callable[..., Plan]
@@ -61,6 +61,51 @@ def test_a_stale_key_changes_the_tokens(executor: Executor, history_model: Any) 
     stale = executor.step(step_of(chunk(0, history, start=4, pages=[3, 4])))
     assert stale.seqs[0].token_ids == (history_model.next_token([5, 3, 9, 1, 2]),)
     assert stale != right
+
+
+def launch_all(
+    executor: Executor, *, prompts: Sequence[Sequence[int]], num_new: int
+) -> list[Pending]:
+    """Launch a prefill and the decodes behind it, and wait for none: no token is known."""
+    launched: list[Pending] = []
+    for length in range(num_new):
+        chunks = [
+            SeqChunk(
+                row=row,
+                token_ids=(FUTURE,) if length else tuple(prompt),
+                start=len(prompt) + length - 1 if length else 0,
+                pages=tuple(range(8 * row, 8 * row + 8)),
+                samples=(GREEDY,),
+            )
+            for row, prompt in enumerate(prompts)
+        ]
+        launched.append(executor.launch(step_of(*chunks)))
+    return launched
+
+
+def test_a_step_goes_on_from_tokens_that_nobody_has_read(
+    executor: Executor, history_model: Any
+) -> None:
+    launched = launch_all(executor, prompts=PROMPTS[:3], num_new=5)
+    histories = [list(prompt) for prompt in PROMPTS[:3]]
+    for pending in launched:
+        for history, result in zip(histories, pending.wait().seqs, strict=True):
+            history.append(history_model.next_token(history))
+            assert result.token_ids == (history[-1],)
+
+
+def test_behind_a_broken_row_comes_a_token_that_can_be_read(
+    executor: Executor, history_model: Any
+) -> None:
+    """Its result is of no use, but the ids of a batch index a table."""
+    history_model.broken = True
+    broken, stale = launch_all(executor, prompts=[[5, 3, 8]], num_new=2)
+    assert broken.wait().seqs[0].failed
+    assert stale.wait().seqs[0].failed
+    history_model.broken = False
+    (chunk_after,) = launch_all(executor, prompts=[[5, 3, 8]], num_new=1)
+    assert chunk_after.wait().seqs[0].token_ids == (history_model.next_token([5, 3, 8]),)
+    assert executor._rows.last_ids.min() >= 0
 
 
 def test_an_idle_step_runs_nothing(executor: Executor, history_model: Any) -> None:

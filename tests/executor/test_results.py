@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
+from msgspec.structs import replace
 
-from tetrarch.executor.results import step_result
+from tetrarch.executor.results import Draws
 from tetrarch.executor.step import Phase, PromptScoring, SampleSpec, SeqChunk, Step
 
 GREEDY = SampleSpec(temperature=0.0)
@@ -38,7 +37,7 @@ def logits_with(best: list[int]) -> torch.Tensor:
 def test_rows_go_to_the_sequences_that_asked_for_them() -> None:
     logits = logits_with([5, 3, 0, 1, 2])  # two sampled rows, then three scored ones
     exact = logits.double().log_softmax(-1)
-    first, idle, plain, scored = step_result(STEP, logits).seqs
+    first, idle, plain, scored = Draws(STEP, logits).wait().seqs
 
     assert first.token_ids == (5,)
     (logprob,) = first.logprobs
@@ -63,18 +62,18 @@ def test_logprobs_are_the_models_own_whatever_the_request_changes() -> None:
     """Temperature, bias and bans move the draw, not the number beside it."""
     logits = torch.tensor([[0.0, 1.0, 2.0]])
     spec = SampleSpec(temperature=0.1, logit_bias=((0, 90.0),), banned_ids=(2,), top_logprobs=1)
-    (result,) = step_result(step_of(seq(spec)), logits).seqs
+    (result,) = Draws(step_of(seq(spec)), logits).wait().seqs
     assert result.token_ids == (0,)
     assert abs(result.logprobs[0].logprob - logits.double().log_softmax(-1)[0, 0]) < 1e-6
     assert result.logprobs[0].top[0][0] == 2
 
 
 def test_a_broken_row_fails_its_sequence_and_no_other() -> None:
-    whole = step_result(STEP, logits_with([5, 3, 0, 1, 2])).seqs
+    whole = Draws(STEP, logits_with([5, 3, 0, 1, 2])).wait().seqs
     for row, owner in ((0, 0), (1, 2), (2, 0), (3, 0), (4, 3)):
         logits = logits_with([5, 3, 0, 1, 2])
         logits[row, 1] = torch.nan
-        results = step_result(STEP, logits).seqs
+        results = Draws(STEP, logits).wait().seqs
         assert [result.failed for result in results] == [i == owner for i in range(4)]
         assert all(results[i] == whole[i] for i in range(4) if i != owner)
 
@@ -89,7 +88,7 @@ def test_drafts_are_accepted_up_to_the_first_wrong_one(best: list[int], accepted
     asks = replace(VERIFY, samples=(LOGPROBS,) * 3)
     logits = logits_with([0, *best, 1])
     exact = logits.double().log_softmax(-1)
-    first, result, last = step_result(step_of(seq(GREEDY), asks, seq(GREEDY)), logits).seqs
+    first, result, last = Draws(step_of(seq(GREEDY), asks, seq(GREEDY)), logits).wait().seqs
     assert result.token_ids == tuple(best[:accepted])
     assert (first.token_ids, last.token_ids) == ((0,), (1,))
     assert len(result.logprobs) == accepted
@@ -103,7 +102,7 @@ def test_drafts_are_accepted_up_to_the_first_wrong_one(best: list[int], accepted
 def test_what_is_drawn_before_a_broken_row_is_good(broken: int) -> None:
     logits = logits_with([3, 2, 5])
     logits[broken, 1] = torch.nan
-    (result,) = step_result(step_of(VERIFY), logits).seqs
+    (result,) = Draws(step_of(VERIFY), logits).wait().seqs
     assert result.failed
     assert result.token_ids == (3, 2, 5)[:broken]
 
@@ -111,10 +110,10 @@ def test_what_is_drawn_before_a_broken_row_is_good(broken: int) -> None:
 def test_a_broken_row_behind_a_wrong_draft_does_not_matter() -> None:
     logits = logits_with([1, 2, 5])
     logits[1:] = torch.nan
-    (result,) = step_result(step_of(VERIFY), logits).seqs
+    (result,) = Draws(step_of(VERIFY), logits).wait().seqs
     assert (result.token_ids, result.failed) == ((1,), False)
 
 
 def test_a_step_that_wants_nothing_returns_empty_results() -> None:
-    (result,) = step_result(step_of(seq()), torch.zeros(0, 6)).seqs
+    (result,) = Draws(step_of(seq()), torch.zeros(0, 6)).wait().seqs
     assert (result.token_ids, result.failed) == ((), False)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tetrarch.executor.sample import sample, uniform
+from tetrarch.executor import sample as room
+from tetrarch.executor.sample import uniforms
 from tetrarch.executor.step import SampleSpec
 
 LOGITS = [2.0, 0.5, 1.0, -1.0, 0.0, 3.0, -0.5, 1.5]
@@ -28,6 +29,11 @@ FILTERS: dict[str, dict[str, Any]] = {
     "penalised": {"output_ids": (5, 5, 0), "frequency_penalty": 0.7, "repetition_penalty": 1.4},
     "banned": {"banned_ids": (5, 0)},
 }
+
+
+def sample(logits: torch.Tensor, specs: list[SampleSpec]) -> list[int | None]:
+    """One id per row; `None` where it could not be drawn."""
+    return [None if i < 0 else i for i in room.sample(logits, specs).tolist()]
 
 
 def exact(spec: SampleSpec) -> list[float]:
@@ -213,14 +219,28 @@ def test_the_logits_are_not_modified() -> None:
 def test_uniform_numbers_are_even_and_unrelated_between_neighbours() -> None:
     """Mean 1/2 and variance 1/12 of 20,000 numbers, correlation below 4 / sqrt(n)."""
     count = 20_000
+    every, same = list(range(count)), [0] * count
     for numbers, neighbours in (
-        ([uniform(0, i) for i in range(count)], [uniform(1, i) for i in range(count)]),
-        ([uniform(i, 0) for i in range(count)], [uniform(i, 1) for i in range(count)]),
-        ([uniform(i, 5) for i in range(count)], [uniform(i + 1, 4) for i in range(count)]),
+        ((same, every), ([1] * count, every)),
+        ((every, same), (every, [1] * count)),
+        ((every, [5] * count), (range(1, count + 1), [4] * count)),
     ):
-        pair = torch.tensor([numbers, neighbours], dtype=torch.float64)
+        pair = torch.stack([torch.from_numpy(uniforms(*at)) for at in (numbers, neighbours)])
+        pair = pair.double()
         assert pair.min() >= 0
         assert pair.max() < 1
         assert (pair.mean(dim=1) - 0.5).abs().max() < 4 / math.sqrt(12 * count)
         assert (pair.var(dim=1) - 1 / 12).abs().max() < 0.002
         assert torch.corrcoef(pair)[0, 1].abs() < 4 / math.sqrt(count)
+
+
+def test_a_seed_draws_what_it_has_always_drawn() -> None:
+    """Also one that does not fit into 64 bits, or is negative."""
+    seeds, positions = [0, 1, -5, 2**63 - 1, 2**64 + 3], [0, 1, 2, 100_000, 7]
+    assert (uniforms(seeds, positions) * 2**24).tolist() == [
+        14819496,
+        6247724,
+        1942587,
+        6499511,
+        13235478,
+    ]

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from tetrarch.executor.updates import Session, WeightsState
 from tetrarch.memory.journal import Journal
+from tetrarch.models.report import Unused
 from tetrarch.models.update import LiveUpdate
 from tetrarch.numerics.contract import Quantization
 
@@ -41,3 +43,17 @@ def test_a_session_reports_what_its_update_took(
     assert (report.num_tensors, report.num_bytes) == (1, norm.nbytes)
     assert report.seconds > 0
     assert report.load is None
+    assert not report.unused
+
+
+def test_a_session_tells_what_was_left_out_and_does_not_count_it(
+    tiny_checkpoint: Callable[..., Any], start: Callable[..., Any]
+) -> None:
+    executor = start(tiny_checkpoint("qwen3_moe", num_hidden_layers=1, num_experts=2).path)
+    store, norm = executor.weights, "model.norm.weight"
+    tensors = {norm: store.value(norm), "mtp.fc.weight": torch.ones(2), "k.k_scale": torch.ones(1)}
+    store.take(store.receive(tensors))
+    report = store.finish()
+    assert report is not None
+    assert (report.num_tensors, report.num_bytes) == (1, tensors[norm].nbytes)
+    assert report.unused == {Unused.MTP: ("mtp.fc.weight",), Unused.KV_SCALE: ("k.k_scale",)}

@@ -91,3 +91,13 @@ def test_an_undo_that_fails_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) 
             journal.undo()
     journal.undo()
     assert [table["a"][0], table["b"][0]] == [0.0, 1.0]
+
+
+def test_rows_written_one_by_one_come_back_together() -> None:
+    table = make_table("a")
+    journal = Journal(keeps=True)
+    for row in (2, 0):
+        journal.write(table, "a", torch.full((1,), 9.0), slice(row, row + 1))
+    assert table["a"].tolist() == [9.0, 0.0, 9.0, 0.0]
+    journal.undo()
+    assert table["a"].tolist() == [0.0] * 4

@@ -206,7 +206,7 @@ def test_a_model_whose_experts_are_all_mxfp4_misses_none(lab: Any) -> None:
     with pytest.raises(CheckpointError) as caught:
         place(build_model(plan), TensorSource(tensors), plan.quant)
     assert caught.value.what.endswith(f"model: {2 * len(stacks)} refused")
-    assert caught.value.fix.startswith("convert the experts")
+    assert caught.value.fix.startswith("convert these weights")
 
 
 def test_every_kind_of_fault_is_told_at_once_with_ten_names_of_each(

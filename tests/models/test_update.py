@@ -17,6 +17,7 @@ from tetrarch.core.errors import CheckpointError
 from tetrarch.memory.journal import Journal
 from tetrarch.models.build import Model
 from tetrarch.models.readback import checksums
+from tetrarch.models.report import Unused
 from tetrarch.models.update import LiveUpdate
 from tetrarch.numerics.contract import Activations, Quantization, SourceFormat
 
@@ -236,5 +237,43 @@ def test_a_late_input_scale_that_nobody_wants_is_dropped(lab: Any) -> None:
     late = {name: tensor for name, tensor in tensors.items() if name.endswith(".input_scale")}
     assert late
     send(update, {name: tensor for name, tensor in tensors.items() if name not in late})
-    send(update, late)
+    for _ in range(2):
+        assert update.check(late).num_used == 0
+        send(update, late)
     update.check_finished(full=True)
+    assert update.num_tensors == len(tensors) - len(late)
+    assert {kind: sorted(names) for kind, names in update.unused.items()} == {
+        Unused.NVFP4_INPUT_SCALE: sorted(late)
+    }
+
+
+def test_what_waited_and_is_left_out_in_the_end_is_counted_no_more(lab: Any) -> None:
+    path, _ = lab.store(lab.tiny("qwen3_moe"), "nvfp4_modelopt", lab.experts)
+    contract = STATIC | {"activations": Activations.BF16}
+    model, _ = lab.load(path, **contract)
+    update, _ = begin(model, lab.plan(path, **contract))
+    tensors = load_file(path / "model.safetensors")
+    early = {name: tensor for name, tensor in tensors.items() if name.endswith(".input_scale")}
+    send(update, early)
+    assert (update.num_tensors, update.unused) == (len(early), {}), "it waits for its weight"
+    send(update, {name: tensor for name, tensor in tensors.items() if name not in early})
+    update.check_finished(full=True)
+    others = [tensor for name, tensor in tensors.items() if name not in early]
+    assert update.num_tensors == len(others)
+    assert update.num_bytes == sum(tensor.nbytes for tensor in others)
+    assert sum(map(len, update.unused.values())) == len(early)
+
+
+def test_an_update_all_of_which_is_left_out_is_refused_by_name(target: Any) -> None:
+    """As a folder without a single tensor of the model would be."""
+    model, plan, tensors = target
+    update, journal = begin(model, plan)
+    send(update, {"mtp.fc.weight": torch.ones(3)})
+    send(update, {"mtp.layers.1.norm.weight": torch.ones(3), "x.k_scale": torch.ones(1)})
+    with pytest.raises(CheckpointError, match="3 left out, and nothing else was sent") as refused:
+        update.check_finished(full=False)
+    for name in ("mtp.fc.weight (mtp)", "mtp.layers.1.norm.weight (mtp)", "x.k_scale (kv_scale)"):
+        assert name in refused.value.why
+    assert journal.is_empty
+    send(update, {"model.norm.weight": tensors["model.norm.weight"]})
+    update.check_finished(full=False)

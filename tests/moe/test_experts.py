@@ -314,6 +314,11 @@ DAMAGE: dict[str, Callable[[Tensor, Nvfp4Matrix], Tensor | Nvfp4Matrix]] = {
 E4M3, ONE = torch.float8_e4m3fn, torch.tensor([1])
 
 
+def _put_and_check(stager: ExpertStager, matrix: Tensor | Nvfp4Matrix) -> None:
+    stager.put(Part.GATE, 1, matrix)
+    stager.check()
+
+
 @pytest.mark.parametrize("why", DAMAGE)
 def test_a_damaged_matrix_is_refused_by_part_and_expert(
     make_spec: Any, make_quant: Any, make_matrices: Any, serialize: Any, why: str
@@ -321,8 +326,9 @@ def test_a_damaged_matrix_is_refused_by_part_and_expert(
     spec = make_spec()
     matrix = make_matrices(spec)[Part.GATE, 1]
     stager = ExpertStager(spec, make_quant(MODELOPT))
+    damaged = DAMAGE[why](matrix, serialize(matrix))
     with pytest.raises(CheckpointError, match="gate of expert 1 cannot be loaded") as refused:
-        stager.put(Part.GATE, 1, DAMAGE[why](matrix, serialize(matrix)))
+        _put_and_check(stager, damaged)
     assert why in refused.value.why
 
 

@@ -64,3 +64,20 @@ def test_experts_of_another_size_are_refused(
     other = make_spec(intermediate_size=48)
     with pytest.raises(AddressChanged, match="gate_up"):
         layer.load(stage(other, make_quant(ONLINE), make_matrices(other)), Journal(keeps=False))
+
+
+def test_a_layer_packed_in_pieces_holds_what_it_would_as_a_whole(
+    make_spec: Any, make_quant: Any, make_layer: Any, make_matrices: Any, stage: Any
+) -> None:
+    """Eighteen experts go two at a time; the slots hold what packing them together gives."""
+    spec = make_spec(num_experts=18, num_local_experts=18)
+    for quantization in (ONLINE, Quantization.MODELOPT_FP4, Quantization.NONE):
+        quant = make_quant(quantization)
+        experts = stage(spec, quant, make_matrices(spec))
+        layer = make_layer(spec, quant, experts)
+        for name, packed in layer.runner.pack(experts).items():
+            octets = [
+                tensor.contiguous().view(-1).view(torch.uint8)
+                for tensor in (packed, layer.weights[name])
+            ]
+            assert torch.equal(*octets), name

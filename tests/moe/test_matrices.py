@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tetrarch.moe.matrices import bias_flaw, matrix_flaw, scale_flaw
+from tetrarch.moe.matrices import Values, bias_flaw, matrix_flaw, scale_flaw
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -22,7 +22,10 @@ def test_finite_matrices_of_the_right_shape_have_no_flaw(
     assert bias_flaw(matrix[0], 32) is None
     extreme = matrix.clone()
     extreme[0, 0] = torch.finfo(dtype).max
-    assert matrix_flaw(extreme, (8, 32)) is None
+    values = Values()
+    values.note("extreme", extreme)
+    values.note("serialized", serialize(matrix))
+    assert values.flaw() is None
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -30,7 +33,18 @@ def test_one_bad_element_is_found_wherever_it_is(bad: float) -> None:
     for row, column in ((0, 0), (3, 17), (7, 31)):
         matrix = torch.randn(8, 32).bfloat16()
         matrix[row, column] = bad
-        assert matrix_flaw(matrix, (8, 32)) == "it holds NaN or infinite values"
+        values = Values()
+        values.note("good", torch.zeros(3))
+        values.note("bad", matrix)
+        assert values.flaw() == ("bad", "it holds NaN or infinite values")
+
+
+def test_values_are_looked_at_once() -> None:
+    values = Values()
+    values.note("good", torch.zeros(3))
+    assert values.flaw() is None
+    values.note("bad", torch.full((2,), torch.nan))
+    assert values.flaw() is not None
 
 
 def test_shapes_and_dtypes_are_quoted(serialize: Any) -> None:
@@ -56,8 +70,10 @@ def test_a_block_scale_that_is_nan_or_negative_is_found(serialize: Any, byte: in
     encoded = serialize(torch.randn(8, 32))
     scales = encoded.block_scale.view(torch.uint8).clone()
     scales[5, 1] = byte
-    flaw = matrix_flaw(replace(encoded, block_scale=scales.view(torch.float8_e4m3fn)), (8, 32))
-    assert flaw == "its block scales hold NaN or negative values"
+    damaged, values = replace(encoded, block_scale=scales.view(torch.float8_e4m3fn)), Values()
+    assert matrix_flaw(damaged, (8, 32)) is None
+    values.note("it", damaged)
+    assert values.flaw() == ("it", "its block scales hold NaN or negative values")
 
 
 def test_scales_are_one_positive_finite_number() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tetrarch.moe.types import ExpertActivation, Part
+from tetrarch.numerics.contract import Quantization
 
 
 def test_gate_lies_before_up(make_spec: Any) -> None:
@@ -37,3 +38,17 @@ def test_the_parts_tile_their_matrices(make_spec: Any, gated: bool) -> None:
                 owners[spec.rows_of(part)] += 1
                 assert spec.shape_of(part)[1] == width
         assert owners.tolist() == [1.0] * rows
+
+
+def test_some_experts_are_views_of_all_of_them(
+    make_spec: Any, make_quant: Any, make_matrices: Any, stage: Any
+) -> None:
+    """What is one for all, an input scale, stays whole."""
+    for quantization in (Quantization.NVFP4_ONLINE, Quantization.NONE):
+        whole = stage(make_spec(), make_quant(quantization), make_matrices(make_spec()))
+        part = whole.some(slice(1, 3))
+        assert part.gate_up.data_ptr() == whole.gate_up[1].data_ptr()
+        assert torch.equal(part.down, whole.down[1:3])
+        assert part.gate_up_bias is None
+        if quantization is not Quantization.NONE:
+            assert part.down_input_scale.shape == ()

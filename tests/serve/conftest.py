@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from tetrarch.serve.client import EngineClient
 from tetrarch.serve.door import Door
 from tetrarch.serve.launch import bind
 from tetrarch.serve.metrics import Metrics
+from tetrarch.serve.reply import time_update
 
 VOCAB = 1024
 EOS = 2
@@ -71,6 +73,7 @@ class ScriptedEngine:
         self.reply: dict[str, Any] = {"ok": True}
         self.beat: dict[str, Any] = {"weight_version": "v7"}
         self._is_new = True
+        self._news: list[Outbound] = []
         self._inbox: list[Inbound] = []
         self._running: dict[str, _Sequence] = {}
         self._dead = False
@@ -104,12 +107,16 @@ class ScriptedEngine:
         self.beat = {"weight_version": "v7", **beat}
         self._is_new = True
 
+    def tell(self, message: Outbound) -> None:
+        """Send what nobody has asked for."""
+        self._news.append(message)
+
     async def receive(self) -> list[Outbound]:
         while True:
             await asyncio.sleep(0.001)
             if self._dead:
                 raise death()
-            batch: list[Outbound] = []
+            batch, self._news = self._news, []
             for message in self._inbox:
                 batch += self._take(message)
             self._inbox.clear()
@@ -237,12 +244,13 @@ class ScriptedServer:
 
     def __init__(self, plan: Plan, tokenizer: Tokenizer) -> None:
         self.engine = ScriptedEngine(tokenizer, plan.model.context_len)
-        self.client = EngineClient()
+        metrics = Metrics(plan.model.served_name)
+        self.client = EngineClient(partial(time_update, metrics))
         self.door = Door(
             plan=plan,
             client=self.client,
             tokenizer=tokenizer,
-            metrics=Metrics(plan.model.served_name),
+            metrics=metrics,
             chat_defaults=read_chat_defaults(Path(plan.model.path)),
         )
         listener = bind("127.0.0.1", 0)

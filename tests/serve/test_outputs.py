@@ -151,11 +151,34 @@ def test_an_output_that_fails_leaves_the_rest_of_its_stream_alone(failing: Scrip
     assert events[-1]["text"] == ANSWER
 
 
-def test_a_failed_choice_of_a_completion_says_abort(failing: ScriptedServer) -> None:
+WHY = {"message": "logits are NaN", "type": "nan_logits", "param": None, "code": 500}
+
+
+def test_a_failed_choice_of_a_completion_says_abort_and_why(failing: ScriptedServer) -> None:
     body = {"prompt": ["a", "b"], "rid": "r", "max_tokens": 64}
     choices = failing.http.post("/v1/completions", json=body).json()["choices"]
     assert [choice["finish_reason"] for choice in choices] == ["abort", "stop"]
+    assert (choices[0]["error"], "error" in choices[1]) == (WHY, False)
     assert choices[1]["text"] == ANSWER
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": ["a", "b"]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 2}),
+    ],
+)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_the_choice_that_failed_says_why_in_every_body(
+    failing: ScriptedServer, path: str, body: Any, is_stream: bool
+) -> None:
+    body = {**body, "rid": "r", "max_tokens": 64, "stream": is_stream}
+    text = failing.http.post(path, json=body).text
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    replies = [json.loads(line) for line in lines if line != "[DONE]"]
+    choices = [choice for reply in replies for choice in reply["choices"]]
+    assert [(one["index"], one["error"]) for one in choices if "error" in one] == [(0, WHY)]
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tetrarch.engine.textless import Textless
+
 
 def test_a_text_and_a_list_of_texts_are_tokenized(server: Any) -> None:
     ids = server.door.tokenizer.encode("What is 2 + 3?")
@@ -29,3 +31,13 @@ def test_ids_that_are_none_are_refused(server: Any, tokens: object) -> None:
     reply = server.http.post("/detokenize", json={"tokens": tokens})
     assert reply.status_code == 400
     assert "tokens" in reply.text
+
+
+def test_without_a_tokenizer_both_ways_are_refused(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.door.tokenizer, "__class__", Textless)
+    for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [3]})):
+        reply = server.http.post(path, json=body)
+        assert reply.status_code == 400
+        assert "no tokenizer" in reply.text

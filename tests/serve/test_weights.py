@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from tetrarch.engine.actions import (
     UpdateFromDisk,
     UpdateFromTensors,
 )
+from tetrarch.engine.messages import ControlReply
 
 if TYPE_CHECKING:
     from conftest import ScriptedServer
@@ -292,6 +294,23 @@ def test_whatever_ends_an_update_times_it(
     assert told() == (count + 1, seconds + 2)
     asked(path, body)
     assert told() == (count + 1, seconds + 2)
+
+
+def test_an_update_that_no_call_has_ended_is_timed(asked: Ask, server: ScriptedServer) -> None:
+    """The engine tells under ticket 0 what a request, or five minutes without a call, ended."""
+
+    def told() -> float:
+        text = server.http.get("/metrics").text
+        name = "sglang:weight_load_duration_seconds_sum.*distributed"
+        return float(re.findall(rf"^{name}.* (.*)$", text, re.MULTILINE)[0])
+
+    asked("/update_weights_from_distributed", GROUP, payload=DONE)
+    seconds = told()
+    server.call(lambda: server.engine.tell(ControlReply(ticket=0, ok=True, payload=DONE)))
+    deadline = time.monotonic() + 5
+    while told() == seconds:
+        assert time.monotonic() < deadline
+    assert told() == seconds + 2
 
 
 def test_an_update_that_cannot_be_ended_counts_as_a_failure(

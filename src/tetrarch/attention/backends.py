@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,11 +20,21 @@ __all__ = [
     "ROW_INVARIANT",
     "AttentionBackend",
     "AttentionStep",
+    "LargestStep",
     "TorchAttention",
 ]
 
 # Those that are built for one model, with memory of their own.
 BUILT = Registry({"triton": "tetrarch.attention.triton:TritonAttention"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestStep:
+    """What a backend's buffers must hold, for a model's life."""
+
+    num_seqs: int
+    short_q_len: int  # rows of a sequence that decodes, drafts included
+    context_len: int
 
 
 class AttentionStep(Protocol):
@@ -56,6 +66,10 @@ class AttentionBackend(Protocol):
         """Work out what every layer of one step needs."""
         ...
 
+    def cuts(self, q_lens: Sequence[int], kv_lens: Sequence[int]) -> bool:
+        """Whether buffers hold the spans of these short sequences; captured steps rely on it."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class TorchAttention:
@@ -75,6 +89,10 @@ class TorchAttention:
             page_size=page_size,
         )
         return _TorchStep(self, batch)
+
+    def cuts(self, q_lens: Sequence[int], kv_lens: Sequence[int]) -> bool:  # noqa: ARG002
+        """Buffers there are none, so that none is too small."""
+        return True
 
 
 REFERENCE = TorchAttention(

@@ -24,9 +24,11 @@ __all__ = [
     "CONTEXT",
     "AttentionCall",
     "AttentionContext",
+    "AttentionRows",
     "LatentTap",
     "PagedAttention",
     "attention",
+    "rows_of",
 ]
 
 # Keyword under which the caller of the model passes the context.
@@ -53,6 +55,17 @@ class AttentionCall:
     query: Tensor  # (1, H, T, D)
     key: Tensor  # (1, G, T, D)
     value: Tensor  # (1, G, T, Dv)
+    rule: ScoreRule
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRows:
+    """What a layer writes to its pages and asks of them, a row for each of T tokens."""
+
+    query: Tensor  # (T, H, D)
+    key: Tensor  # (T, G, D); of MLA the latent, (T, 1, r)
+    value: Tensor  # (T, G, Dv); of MLA the rotary key, (T, 1, d)
+    expand: Tensor | None  # of MLA (H, n + v, r): latent -> a head's keys, then its values
     rule: ScoreRule
 
 
@@ -135,6 +148,18 @@ class LatentTap:
         return latent[0].transpose(0, 1), rotary[0].transpose(0, 1)
 
 
+def rows_of(module: nn.Module, call: AttentionCall, tap: LatentTap | None) -> AttentionRows:
+    """Return a call without the model's batch dimension; `tap`: of a layer with MLA."""
+    query = call.query[0].transpose(0, 1)
+    if tap is None:
+        key, value, expand = call.key[0].transpose(0, 1), call.value[0].transpose(0, 1), None
+    else:
+        key, value = tap.take()
+        weight = module.get_parameter("kv_b_proj.weight")
+        expand = weight.view(query.shape[1], -1, weight.shape[-1])
+    return AttentionRows(query, key, value, expand, call.rule)
+
+
 class PagedAttention:
     """The context of one forward: keys and values go to pages, queries read them there.
 
@@ -161,19 +186,17 @@ class PagedAttention:
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """Write the step's keys and values, then attend to all pages."""
         site = self._sites[module]
-        query = call.query[0].transpose(0, 1)
-        keys, values = self._pool.key(site.index), self._pool.value(site.index)
-        if site.latent and self._tap is not None:
-            key, value = self._tap.take()
-        else:
-            key, value = call.key[0].transpose(0, 1), call.value[0].transpose(0, 1)
-        step = self._step
-        step.write(keys, values, key, value)
-        if not site.latent:
-            return step.attend(query, keys, values, call.rule)[None]
-        # (H, n + v, r): rows that expand a latent to a head's keys, then to its values
-        expand = module.get_parameter("kv_b_proj.weight").view(query.shape[1], -1, site.key_dim)
-        plain = query.shape[-1] - site.value_dim
+        rows = rows_of(module, call, self._tap if site.latent else None)
+        return self.attend_rows(site.index, rows)[None]
+
+    def attend_rows(self, site: int, rows: AttentionRows) -> Tensor:
+        """Do so for the layer at this place in the pool: (T, H, Dv)."""
+        keys, values, step = self._pool.key(site), self._pool.value(site), self._step
+        step.write(keys, values, rows.key, rows.value)
+        query, expand = rows.query, rows.expand
+        if expand is None:
+            return step.attend(query, keys, values, rows.rule)
+        plain = query.shape[-1] - rows.value.shape[-1]
         latent = step.per_head(query[..., :plain], expand[:, :plain])
-        rows = step.attend_latent((latent, query[..., plain:]), keys, values, call.rule)
-        return step.per_head(rows, expand[:, plain:].mT)[None]
+        found = step.attend_latent((latent, query[..., plain:]), keys, values, rows.rule)
+        return step.per_head(found, expand[:, plain:].mT)

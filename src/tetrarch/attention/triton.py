@@ -4,17 +4,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from tetrarch.attention.backends import LargestStep
 from tetrarch.attention.types import AttentionInputs, AttentionSite
 from tetrarch.kernels.attention import reference, triton
 from tetrarch.kernels.attention.reference import ScoreRule
-from tetrarch.kernels.attention.triton import SplitLimits
+from tetrarch.kernels.attention.triton import SplitLimits, limits_for, units_of
 from tetrarch.memory.slots import SlotTable
 
 __all__ = ["TritonAttention"]
+
+# For the spans' sums. With 32 heads of 128, 8192 tokens in each of 4096 sequences; those of
+# longer sequences, if they are that many, need no spans to occupy a GPU.
+_MOST_BYTES = 1 << 30
 
 
 class TritonAttention:
@@ -32,31 +38,55 @@ class TritonAttention:
     def build(
         cls,
         sites: Sequence[AttentionSite],
-        limits: SplitLimits,
+        largest: LargestStep,
         *,
-        num_heads: int,
         device: torch.device,
         scratch: SlotTable,
+        invariant: bool = False,
     ) -> TritonAttention:
-        """Allocate what a model's layers share.
+        """Allocate what a model's layers share, for the largest step of a model on a GPU.
 
         Args:
             sites: The model's attention layers.
-            limits: What the buffers must hold.
-            num_heads: Query heads, of the layer that has most.
+            largest: What the buffers must hold.
             device: Where the model is.
             scratch: Gets the buffers.
+            invariant: A row has the same bits however its prompt was chunked.
         """
-        out_dim = max(site.key_dim if site.latent else site.value_dim for site in sites)
+        cuts = {"short_q_len": largest.short_q_len, "exact_prompts": invariant}
+        limits = limits_for(device, num_seqs=largest.num_seqs, num_units=0, **cuts)
+        lens = (largest.context_len,) * largest.num_seqs
+        num_units = units_of((1,) * largest.num_seqs, lens, limits)
+        num_bytes = 4 * largest.short_q_len * max(site.num_heads * _width(site) for site in sites)
+        num_units = min(num_units, max(largest.num_seqs, _MOST_BYTES // num_bytes))
+        return cls.of(sites, replace(limits, num_units=num_units), device=device, scratch=scratch)
+
+    @classmethod
+    def of(
+        cls,
+        sites: Sequence[AttentionSite],
+        limits: SplitLimits,
+        *,
+        device: torch.device,
+        scratch: SlotTable,
+    ) -> TritonAttention:
+        """Allocate what these limits need; as for `build`."""
+        num_heads, out_dim = max(site.num_heads for site in sites), max(map(_width, sites))
         specs = triton.scratch_specs(limits, num_heads=num_heads, out_dim=out_dim, device=device)
         return cls(limits, {name: scratch.allocate(name, spec) for name, spec in specs.items()})
 
+    def cuts(self, q_lens: Sequence[int], kv_lens: Sequence[int]) -> bool:
+        """Whether the spans of a step fit, so that its short sequences are cut."""
+        return units_of(q_lens, kv_lens, self._limits) <= self._limits.num_units
+
     def plan_batch(self, inputs: AttentionInputs, page_size: int) -> _TritonStep:
-        """Take up a step.
+        """Take up a step. Where its spans do not fit, every sequence is walked as a prompt is.
 
         Raises:
-            CapacityExceeded: The buffers were sized for less.
+            CapacityExceeded: More sequences than the buffers were sized for.
         """
+        is_cut = self.cuts(inputs.q_lens, inputs.kv_lens_host)
+        limits = self._limits if is_cut else replace(self._limits, short_q_len=0)
         batch = triton.plan_batch(
             inputs.page_table,
             write_at=inputs.write_at,
@@ -65,7 +95,7 @@ class TritonAttention:
             page_size=page_size,
             q_lens=inputs.q_lens,
             kv_lens_host=inputs.kv_lens_host,
-            limits=self._limits,
+            limits=limits,
             scratch=self._scratch,
         )
         return _TritonStep(batch)
@@ -88,3 +118,8 @@ class _TritonStep:
 
     def per_head(self, rows: Tensor, weight: Tensor) -> Tensor:
         return reference.per_head(rows, weight)
+
+
+def _width(site: AttentionSite) -> int:
+    """Return the numbers of a head's output."""
+    return site.key_dim if site.latent else site.value_dim

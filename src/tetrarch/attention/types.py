@@ -31,6 +31,7 @@ class AttentionSite:
 
     index: int  # position among the attention layers
     name: str  # the HF module's path
+    num_heads: int  # of queries
     num_kv_heads: int  # 1 for MLA
     key_dim: int
     value_dim: int

@@ -21,9 +21,8 @@ from tetrarch.memory.checksum import combine
 from tetrarch.models.build import build_model
 from tetrarch.models.describe import describe
 from tetrarch.models.fetch import fetch
-from tetrarch.models.load import load_weights
+from tetrarch.models.load import first_load
 from tetrarch.models.readback import checksums
-from tetrarch.models.sources import open_checkpoint
 
 __all__ = ["measure", "run"]
 
@@ -52,6 +51,5 @@ def measure(plan: Plan, *, progress: Progress | None = None) -> dict[str, str]:
     if device.type == "cpu":
         torch.set_num_threads(plan.num_threads)
     model = build_model(plan, device=device)
-    source = open_checkpoint(plan, plan.model.path)
-    load_weights(model, source, plan=plan.quant, progress=progress or NoProgress())
+    first_load(model, plan, progress or NoProgress())
     return checksums(model)

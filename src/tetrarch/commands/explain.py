@@ -15,7 +15,7 @@ from tetrarch.config.plan import Decision, Plan
 from tetrarch.config.resolve_host import PROCESS_ENV
 from tetrarch.core.knob import KnobField, knobs
 from tetrarch.core.units import format_bytes
-from tetrarch.engine.text import load_tokenizer
+from tetrarch.engine.textless import tokenizer_of
 from tetrarch.models.describe import describe
 from tetrarch.models.fetch import fetch
 
@@ -30,7 +30,7 @@ def run(reading: Reading) -> int:
     """
     plan = plan_launch(reading, describe=describe, fetch=fetch)
     if any(Path(plan.model.path).glob("*.safetensors")):  # else config.json alone is planned for
-        load_tokenizer(plan.model.tokenizer_path, chat_template=plan.serve.chat_template)
+        tokenizer_of(plan)
     print(render(plan, reading.args))
     return 0
 

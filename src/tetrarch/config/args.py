@@ -22,6 +22,7 @@ GROUPS: dict[str, str] = {
     "memory": "what is given back while the server lives",
     "ranks": "over how many devices",
     "cuda graphs": "what is captured",
+    "compiled layers": "what torch.compile fuses",
     "speculation": "drafting several tokens a step",
     "server": "the HTTP door",
     "machine": "what it runs on",
@@ -70,6 +71,15 @@ class LaunchArgs(EngineArgs, ModelArgs):
         Knob(
             "Where to run; auto: a CUDA device where there is one",
             choices=("auto", "cpu", "cuda"),
+            group="machine",
+        ),
+    ] = "auto"
+    attention_backend: Annotated[
+        str,
+        Knob(
+            "Who computes attention; auto: Triton on a GPU, torch on a CPU",
+            choices=("auto", "torch", "triton"),
+            synonyms=(("torch_native", "torch"),),
             group="machine",
         ),
     ] = "auto"

@@ -52,6 +52,16 @@ class EngineArgs:
             group="scheduling",
         ),
     ] = True
+    overlap_schedule: Annotated[
+        str,
+        Knob(
+            "Whether the next step is prepared and launched while the device computes the last "
+            "one. auto: on a GPU, without speculation",
+            also=(Alias("--disable-overlap-schedule", means="off"),),
+            choices=("auto", "on", "off"),
+            group="scheduling",
+        ),
+    ] = "auto"
 
     page_size: Annotated[
         int | None,
@@ -176,6 +186,20 @@ class EngineArgs:
             at_least=0,
         ),
     ] = None
+
+    torch_compile: Annotated[
+        str,
+        Knob(
+            "Whether decoder layers run through torch.compile, which fuses what lies around "
+            "experts and attention. auto: on a GPU, for families whose layers were tested so",
+            also=(
+                Alias("--enable-torch-compile", means="on"),
+                Alias("--disable-torch-compile", means="off"),
+            ),
+            choices=("auto", "on", "off"),
+            group="compiled layers",
+        ),
+    ] = "auto"
 
     speculative_algorithm: Annotated[
         str | None,

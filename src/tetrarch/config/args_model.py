@@ -44,6 +44,23 @@ class ModelArgs:
         str | None,
         Knob("Name that clients see; MODEL as it was given by default", group="model"),
     ] = None
+    skip_tokenizer_init: Annotated[
+        bool,
+        Knob(
+            "Serve token ids only: prompts are lists of ids, and outputs have no text",
+            group="model",
+        ),
+    ] = False
+    load_format: Annotated[
+        str,
+        Knob(
+            "Where weights come from. safetensors: the checkpoint. dummy: random numbers, always "
+            "the same, for benchmarks: the folder need hold no more than config.json, and where it "
+            "has no tokenizer, token ids are served. auto: safetensors",
+            choices=("auto", "safetensors", "dummy"),
+            group="model",
+        ),
+    ] = "auto"
     dtype: Annotated[
         str,
         Knob(
@@ -58,7 +75,7 @@ class ModelArgs:
             "Longest prompt and output together; auto: the model's",
             unit="tokens",
             group="model",
-            at_least=1,
+            at_least=2,  # a prompt of one token and one that is drawn
         ),
     ] = None
     chat_template: Annotated[

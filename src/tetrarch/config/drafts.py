@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tetrarch.config.files import is_folder, object_in, read_object
 from tetrarch.config.headers import TensorHeader, no_weights, read_headers
+from tetrarch.core.courtesy import gently
 from tetrarch.core.errors import CheckpointError
 
 __all__ = [
@@ -115,7 +116,7 @@ def scan_draft(headers: Mapping[str, TensorHeader], *, num_layers: int) -> Draft
         num_layers: Of the target.
     """
     numbered = f"model.layers.{num_layers}."
-    found = {name for name in headers if name.startswith((DRAFT, numbered))}
+    found = {name for name in gently(headers) if name.startswith((DRAFT, numbered))}
     if not any(name.startswith(tuple(numbered + mark for mark in _MARKS)) for name in found):
         found = {name for name in found if not name.startswith(numbered)}
     places = {name: draft_place(name, first=num_layers) for name in headers if name in found}

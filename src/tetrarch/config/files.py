@@ -14,6 +14,7 @@ from typing import Any, cast
 from tetrarch.core.errors import CheckpointError
 
 __all__ = [
+    "TOKENIZER_CONFIG",
     "field_error",
     "is_file",
     "is_folder",
@@ -22,6 +23,8 @@ __all__ = [
     "open_file",
     "read_object",
 ]
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 _MOST_JSON = 1 << 28  # bytes; an index of 50,000 tensors takes 5 MB
 _KINDS: dict[type, str] = {

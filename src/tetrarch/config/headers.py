@@ -20,6 +20,7 @@ from typing import Any, cast
 import msgspec
 
 from tetrarch.config.files import is_file, open_file, read_object
+from tetrarch.core.courtesy import gently
 from tetrarch.core.errors import CheckpointError
 
 __all__ = [
@@ -96,7 +97,7 @@ def scan_weights(headers: Mapping[str, TensorHeader]) -> WeightScan:
     """Count the tensors of a checkpoint; all zeros where there are none."""
     by_dtype: Counter[str] = Counter()
     dense_elements = dense_bytes = 0
-    for tensor in headers.values():
+    for tensor in gently(headers.values()):
         by_dtype[tensor.dtype] += tensor.num_bytes
         if tensor.is_quantized_matrix and ".experts." not in tensor.name:
             dense_elements += tensor.num_elements
@@ -135,7 +136,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     index = {} if single else _read_index(folder)
     headers: dict[str, TensorHeader] = {}
     for shard in [_SINGLE] if single else sorted(set(index.values())):
-        for header in read_header(folder / shard):
+        for header in gently(read_header(folder / shard)):
             other = headers.setdefault(header.name, header)
             if other is not header:
                 raise CheckpointError(
@@ -166,7 +167,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise _damaged_index(path, "it has no weight_map from tensors to files")
     index = cast("dict[str, object]", weight_map)
-    for name, shard in index.items():
+    for name, shard in gently(index.items()):
         if not isinstance(shard, str) or not shard:
             raise _damaged_index(path, f"it puts {name} into {shard!r}, which is no file name")
     found = cast("dict[str, str]", index)
@@ -184,7 +185,9 @@ def _check_index(
     folder: Path, index: Mapping[str, str], headers: Mapping[str, TensorHeader]
 ) -> None:
     absent = [
-        name for name, shard in index.items() if name not in headers or headers[name].file != shard
+        name
+        for name, shard in gently(index.items())
+        if name not in headers or headers[name].file != shard
     ]
     if absent:
         raise CheckpointError(
@@ -210,7 +213,7 @@ def read_header(path: Path) -> list[TensorHeader]:
     try:
         header, data = _header(path)
         name = path.name
-        tensors = [_tensor(key, entry, name, data.start) for key, entry in header.items()]
+        tensors = [_tensor(key, entry, name, data.start) for key, entry in gently(header.items())]
         _check_offsets(tensors, data)
     except (OSError, struct.error, ValueError, RecursionError) as error:
         raise CheckpointError(

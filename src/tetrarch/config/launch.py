@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tetrarch.config.args import LaunchArgs
-from tetrarch.config.checkpoint import demo_model_path, read_checkpoint
+from tetrarch.config.checkpoint import Checkpoint, demo_model_path, read_checkpoint
 from tetrarch.config.cli import Reading
 from tetrarch.config.drafts import read_draft
 from tetrarch.config.hardware import Device, detect
@@ -41,7 +41,7 @@ def plan_launch(
     """
     args, ledger = reading.args, Ledger(reading.errors)
     found = ledger.attempt(lambda: device or detect(args.device))
-    checkpoint = ledger.attempt(lambda: read_checkpoint(_folder(args, fetch)))
+    checkpoint = ledger.attempt(lambda: _read(args, fetch))
     facts = ledger.attempt(lambda: describe(checkpoint.path)) if checkpoint else None
     path, draft = args.speculative_draft_model_path, None
     if facts is not None and path is not None and args.speculative_algorithm is not None:
@@ -53,5 +53,7 @@ def plan_launch(
     return resolve(args, checkpoint, facts, found, draft=draft, earlier=ledger.errors)
 
 
-def _folder(args: LaunchArgs, fetch: Callable[[str], str | Path]) -> str:
-    return demo_model_path() if args.model is None else str(fetch(args.model))
+def _read(args: LaunchArgs, fetch: Callable[[str], str | Path]) -> Checkpoint:
+    """Describe the checkpoint; of one whose weights are made up, config.json alone counts."""
+    path = demo_model_path() if args.model is None else str(fetch(args.model))
+    return read_checkpoint(path, {} if args.load_format == "dummy" else None)

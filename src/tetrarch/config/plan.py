@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from tetrarch.config.drafts import DRAFT
 from tetrarch.config.hardware import Device
@@ -70,11 +71,12 @@ class ModelPlan:
     """Which checkpoint, and how it is named and typed."""
 
     path: str  # a local folder
-    tokenizer_path: str
+    tokenizer_path: str | None  # None: prompts and outputs are token ids
     served_name: str
     dtype: str  # "bfloat16" | "float16" | "float32": hidden states and dense weights
     context_len: int
     facts: ModelFacts
+    load_format: str = "safetensors"  # or "dummy": random numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +148,13 @@ class GraphPlan:
     max_decode_batch: int
     max_prefill_tokens: int
 
+    @property
+    def decode_batches(self) -> tuple[int, ...]:
+        """Sequences of each captured decode step: as close as steps of 8 rows are worth it."""
+        sizes = (1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, 1 << 16, 32))
+        below = tuple(takewhile(lambda size: size < self.max_decode_batch, sizes))
+        return (*below, self.max_decode_batch) if self.max_decode_batch else ()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulePlan:
@@ -156,6 +165,7 @@ class SchedulePlan:
     chunk_tokens: int  # a multiple of the page size; 0: prompts are not chunked
     mixed_chunk: bool  # decodes ride along with a prefill chunk
     prefix_cache: bool
+    overlap: bool = False  # a step is launched before the results of the last one are read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +253,9 @@ class Plan:
     schedule: SchedulePlan
     serve: ServePlan
     device: Device
+    attention: str  # "torch" | "triton": who computes it
     deterministic: bool
+    compiles_layers: bool = False  # by torch.compile
     num_threads: int  # CPU threads of one engine process
     process_env: tuple[tuple[str, str], ...]  # what libraries read; set at spawn only
     decisions: tuple[Decision, ...]

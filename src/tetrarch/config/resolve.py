@@ -17,9 +17,11 @@ from tetrarch.config.drafts import DraftCheckpoint
 from tetrarch.config.hardware import Device
 from tetrarch.config.ledger import Ledger
 from tetrarch.config.plan import ExpertPlan, ModelFacts, Plan
+from tetrarch.config.resolve_compile import resolve_compile
 from tetrarch.config.resolve_experts import resolve_decoded_cache, resolve_route
 from tetrarch.config.resolve_host import resolve_process_env, resolve_threads
 from tetrarch.config.resolve_later import (
+    resolve_attention,
     resolve_deterministic,
     resolve_graphs,
     resolve_parallel,
@@ -78,14 +80,16 @@ def _decide(
     serve = resolve_serve(args, model, ledger)
     parallel = resolve_parallel(args, ledger)
     spec = resolve_speculation(args, checkpoint, facts, ledger, draft=draft)
-    graphs = resolve_graphs(args, spec, ledger)
+    attention = resolve_attention(args, device, ledger)
     deterministic = resolve_deterministic(args, device, ledger)
+    compiles = resolve_compile(args, facts, device, ledger, deterministic=deterministic)
     schedule = resolve_schedule(args, spec, device, ledger)
     memory = resolve_memory(args, model, device, schedule, ledger)
     threads = resolve_threads(args, parallel, device, ledger)
     quant = resolve_quant(args, checkpoint, facts, ledger)
     quant = resolve_draft_quant(args, spec, (draft or checkpoint).draft, quant, ledger)
     route = ledger.attempt(lambda: resolve_route(args, quant, device, ledger))
+    graphs = resolve_graphs(args, device, schedule, ledger, route=route, attention=attention)
     dispatch = args.moe_dispatch if route is None else route.dispatch
     sized = partial(token_budget, schedule, spec, graphs=graphs, parallel=parallel)
     budget = ledger.attempt(lambda: sized(dispatch=dispatch, context_len=model.context_len))
@@ -108,7 +112,9 @@ def _decide(
         schedule=schedule,
         serve=serve,
         device=device,
+        attention=attention,
         deterministic=deterministic,
+        compiles_layers=compiles,
         num_threads=threads,
         process_env=resolve_process_env(threads),
         decisions=tuple(ledger.decisions),

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settle ranks, graphs and determinism.
+"""Settle ranks, graphs, attention and determinism.
 
-Ranks, graphs and determinism on a GPU are declared, sized for, and refused until they exist. What
-is refused is carried on as it was asked for, so that whatever else it breaks is reported too.
+Several ranks, captured prompts and determinism on a GPU are declared, sized for, and refused until
+they exist. What is refused is carried on as it was asked for, so that whatever else it breaks is
+reported too.
 """
 
 from __future__ import annotations
 
 from tetrarch.config.args import LaunchArgs
 from tetrarch.config.hardware import Arch, Device
-from tetrarch.config.ledger import Ledger
-from tetrarch.config.plan import GraphPlan, ParallelPlan, SpecPlan
+from tetrarch.config.ledger import ASKED, Ledger
+from tetrarch.config.plan import GraphPlan, ParallelPlan, SchedulePlan
+from tetrarch.config.support import Route
 from tetrarch.core.errors import ConfigError, Unsupported
 
-__all__ = ["resolve_deterministic", "resolve_graphs", "resolve_parallel"]
+__all__ = ["resolve_attention", "resolve_deterministic", "resolve_graphs", "resolve_parallel"]
 
 
 def _not_yet(what: str, why: str) -> Unsupported:
@@ -43,25 +45,70 @@ def resolve_parallel(args: LaunchArgs, ledger: Ledger) -> ParallelPlan:
     )
 
 
-def resolve_graphs(args: LaunchArgs, spec: SpecPlan | None, ledger: Ledger) -> GraphPlan:
-    """Settle what is captured, once it is known how many tokens a request brings."""
-    del spec  # a decode graph holds batch x draft tokens; its batch does not depend on them
-    if args.cuda_graphs == "on":
-        ledger.refuse(_not_yet("--cuda-graphs on", "steps are not captured yet"))
-    for flag, size in (
-        ("--graph-max-batch", args.graph_max_batch),
-        ("--graph-max-prefill-tokens", args.graph_max_prefill_tokens),
-    ):
-        if size:
-            ledger.refuse(_not_yet(f"{flag} {size}", "steps are not captured yet"))
+def resolve_graphs(
+    args: LaunchArgs,
+    device: Device,
+    schedule: SchedulePlan,
+    ledger: Ledger,
+    *,
+    route: Route | None,
+    attention: str,
+) -> GraphPlan:
+    """Settle what is captured: decode and verify steps, up to so many sequences."""
+    waits = _what_waits(device, route, attention)
+    asked = {
+        "--cuda-graphs on": args.cuda_graphs == "on",
+        f"--graph-max-batch {args.graph_max_batch}": args.graph_max_batch,
+    }
+    for flag, is_asked in asked.items():
+        if waits and is_asked:
+            ledger.refuse(Unsupported(f"{flag} is not supported", why=waits, fix="leave it out"))
+    if args.graph_max_prefill_tokens:
+        flag = f"--graph-max-prefill-tokens {args.graph_max_prefill_tokens}"
+        ledger.refuse(_not_yet(flag, "prompts are not captured yet"))
+    ledger.decide("graph_max_prefill_tokens", 0, "prompts run as they come")
+    prefill = args.graph_max_prefill_tokens or 0
+    off = ASKED if args.cuda_graphs == "off" else waits
+    if off:
+        if args.cuda_graphs == "auto":
+            ledger.decide("cuda_graphs", "off", off)
+        ledger.decide("graph_max_batch", 0, "nothing is captured")
+        return GraphPlan(args.graph_max_batch or 0 if waits else 0, prefill)
+    most, why = schedule.max_running_requests, "as many as may run"
+    if args.graph_max_batch is not None:
+        why = ASKED if args.graph_max_batch <= most else f"{why}; asked for were more"
+        most = min(most, args.graph_max_batch)
+    plan = GraphPlan(most, prefill)
     if args.cuda_graphs == "auto":
-        ledger.decide("cuda_graphs", "off", "steps are not captured yet")
-    for field in ("graph_max_batch", "graph_max_prefill_tokens"):
-        ledger.decide(field, 0, "nothing is captured")
-    return GraphPlan(
-        max_decode_batch=args.graph_max_batch or 0,
-        max_prefill_tokens=args.graph_max_prefill_tokens or 0,
-    )
+        sizes = len(plan.decode_batches)
+        ledger.decide("cuda_graphs", "on", f"decode and verify steps, in {sizes} sizes of batch")
+    ledger.decide("graph_max_batch", most, why)
+    return plan
+
+
+def _what_waits(device: Device, route: Route | None, attention: str) -> str:
+    """Return why no step can be captured; empty where one can."""
+    if device.arch is Arch.CPU:
+        return "a CPU has no graphs to capture"
+    if route is not None and route.runner != "triton":
+        return f"the {route.runner} runner waits for the device"
+    return "" if attention == "triton" else "torch's attention is laid out by the host"
+
+
+def resolve_attention(args: LaunchArgs, device: Device, ledger: Ledger) -> str:
+    """Settle who computes attention."""
+    on_cpu = device.arch is Arch.CPU
+    if args.attention_backend == "triton" and on_cpu:
+        ledger.refuse(
+            Unsupported(
+                "--attention-backend triton is not supported on the CPU",
+                why="Triton compiles its kernels for NVIDIA GPUs alone",
+                fix="leave it out",
+            )
+        )
+    asked = None if args.attention_backend == "auto" else args.attention_backend
+    why = "it runs everywhere" if on_cpu else "it reads pages where they are, for any batch"
+    return ledger.pick("attention_backend", asked, "torch" if on_cpu else "triton", why)
 
 
 def resolve_deterministic(args: LaunchArgs, device: Device, ledger: Ledger) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tetrarch.config.args import LaunchArgs
 from tetrarch.config.checkpoint import Checkpoint
+from tetrarch.config.files import TOKENIZER_CONFIG
 from tetrarch.config.ledger import ASKED, Ledger
 from tetrarch.config.plan import ModelFacts, ModelPlan, ServePlan
 from tetrarch.core.errors import CheckpointError, ConfigError
@@ -23,7 +24,10 @@ def resolve_model(
 ) -> ModelPlan:
     """Settle path, name, type and context."""
     ledger.decide("model", checkpoint.path, "the embedded demo model" if not args.model else ASKED)
-    if not checkpoint.weights.num_bytes:
+    load_format = "dummy" if args.load_format == "dummy" else "safetensors"
+    why = "answers mean nothing" if load_format == "dummy" else "the only format of checkpoints"
+    ledger.decide("load_format", load_format, why)
+    if load_format != "dummy" and not checkpoint.weights.num_bytes:
         ledger.decide("weights", "none yet", "planned by config.json alone; serving needs them")
     asked = None if args.dtype == "auto" else args.dtype
     dtype = ledger.pick("dtype", asked, checkpoint.dtype, "the checkpoint's")
@@ -52,14 +56,34 @@ def resolve_model(
     _report_dense(checkpoint, dtype, ledger)
     return ModelPlan(
         path=checkpoint.path,
-        tokenizer_path=ledger.pick(
-            "tokenizer_path", args.tokenizer_path, checkpoint.path, "the model's own"
-        ),
+        tokenizer_path=_tokenizer_path(args, checkpoint, ledger),
         served_name=_served_name(args, ledger),
         dtype=dtype,
         context_len=context,
         facts=facts,
+        load_format=load_format,
     )
+
+
+def _tokenizer_path(args: LaunchArgs, checkpoint: Checkpoint, ledger: Ledger) -> str | None:
+    if args.skip_tokenizer_init:
+        texts = {"--tokenizer-path": args.tokenizer_path, "--chat-template": args.chat_template}
+        for flag in (flag for flag, value in texts.items() if value is not None):
+            ledger.refuse(
+                ConfigError(
+                    f"{flag} has no effect",
+                    why="--skip-tokenizer-init serves token ids only",
+                    fix="leave one of the two out",
+                )
+            )
+        ledger.decide("tokenizer_path", "none", "--skip-tokenizer-init: token ids only")
+        return None
+    own = checkpoint.path
+    is_dummy = args.load_format == "dummy"
+    if args.tokenizer_path is None and is_dummy and not (Path(own) / TOKENIZER_CONFIG).is_file():
+        ledger.decide("tokenizer_path", "none", "the folder has none: token ids only")
+        return None
+    return ledger.pick("tokenizer_path", args.tokenizer_path, own, "the model's own")
 
 
 def _served_name(args: LaunchArgs, ledger: Ledger) -> str:

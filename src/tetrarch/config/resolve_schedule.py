@@ -105,7 +105,31 @@ def resolve_schedule(
         chunk_tokens=chunk,
         mixed_chunk=mixed,
         prefix_cache=args.prefix_cache,
+        overlap=_overlap(args, spec, device, ledger),
     )
+
+
+def _overlap(args: LaunchArgs, spec: SpecPlan | None, device: Device, ledger: Ledger) -> bool:
+    """Settle whether a step is launched before the results of the last one are read."""
+    asked = args.overlap_schedule
+    if spec is not None and asked == "on":
+        ledger.refuse(
+            ConfigError(
+                "--overlap-schedule on contradicts speculation",
+                why="how many drafts a step accepts decides where the next one begins",
+                fix="leave one of the two out",
+            )
+        )
+    if asked != "auto":
+        is_on, why = asked == "on", ASKED
+    elif spec is not None:
+        is_on, why = False, "what a step accepts decides where the next one begins"
+    elif device.arch is Arch.CPU:
+        is_on, why = False, "a CPU would compute the next step before it tells of the last one"
+    else:
+        is_on, why = True, "a GPU need not wait for the host between two steps"
+    ledger.decide("overlap_schedule", "on" if is_on else "off", why)
+    return is_on
 
 
 def _check_backup(args: LaunchArgs, device: Device, ledger: Ledger) -> None:

@@ -12,11 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection as Pipe
+from multiprocessing.connection import wait
 from multiprocessing.reduction import recv_handle
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
+from tetrarch.distributed.lifeline import Lifeline
 from tetrarch.distributed.meeting import Meeting
 from tetrarch.distributed.parcel import Broadcast, Parcel, parcels
 
@@ -29,7 +31,7 @@ _T = TypeVar("_T")
 
 
 class GlooLink:
-    """A `Link` whose other end is `receiver.py`. Made by `join`.
+    """A `Link` whose other end is `receiver.py`.
 
     The process ends with this object, and with this process, however that ends: the pipe closes.
     """
@@ -44,26 +46,13 @@ class GlooLink:
                 pass_fds=[theirs.fileno()],
             )
 
-    @classmethod
-    def join(cls, meeting: Meeting, timeout: float) -> Self:
-        """Meet the trainer, whose store listens.
-
-        Args:
-            meeting: The place.
-            timeout: Seconds in which the others must come.
-
-        Raises:
-            RuntimeError: They did not come.
-            OSError: The same, or a process cannot be started.
-        """
-        made = cls()
+    def join(self, meeting: Meeting, lifeline: Lifeline, timeout: float) -> None:
+        """Meet the others; as `Link.join` says."""
         try:
-            made._await(_STARTS_WITHIN)
-            made._ask(meeting, timeout)
-        except BaseException:
-            made.close()
-            raise
-        return made
+            self._await(_STARTS_WITHIN, lifeline)
+            self._ask(meeting, timeout, lifeline)
+        finally:
+            lifeline.close()
 
     @property
     def is_alive(self) -> bool:
@@ -96,14 +85,17 @@ class GlooLink:
         finally:
             os.close(memory)
 
-    def _ask(self, what: Meeting | Parcel, timeout: float) -> None:
+    def _ask(self, what: Meeting | Parcel, timeout: float, *lifelines: Lifeline) -> None:
         self._heard(lambda pipe: pipe.send((what, timeout)))
-        self._await(timeout)
+        self._await(timeout, *lifelines)
 
-    def _await(self, timeout: float) -> None:
-        """Wait for its answer; without words all went well."""
-        if not self._heard(lambda pipe: pipe.poll(timeout + _GRACE)):
+    def _await(self, timeout: float, *lifelines: Lifeline) -> None:
+        """Wait for its answer, as long as lifelines hold; without words all went well."""
+        ready = wait([self._pipe, *(line.fileno() for line in lifelines)], timeout + _GRACE)
+        if not ready:
             raise TimeoutError("the process that receives does not answer")
+        if self._pipe not in ready:
+            raise ConnectionError("the trainer's store has hung up")
         if words := self._heard(Pipe.recv):
             raise RuntimeError(words)
 

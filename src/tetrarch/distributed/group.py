@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from tetrarch.core.errors import RequestError
 from tetrarch.distributed.broadcast import Piece, cut, pieces, seal
 from tetrarch.distributed.gloo import GlooLink
+from tetrarch.distributed.lifeline import Lifeline, first_line
 from tetrarch.distributed.meeting import Meeting
 from tetrarch.distributed.nccl import NcclLink
 from tetrarch.distributed.parcel import Broadcast
-from tetrarch.distributed.rendezvous import await_store, first_line
 
 __all__ = ["Link", "Meeting", "WeightGroup"]
 
@@ -24,11 +26,25 @@ _OPENS_WITHIN = 20.0
 
 
 class Link(Protocol):
-    """A rank's end of a group. After a failed broadcast it is of no use but to be closed."""
+    """A rank's end of a group, joined once. After any failure it is only good to be closed."""
 
     @property
     def is_alive(self) -> bool:
         """Whether it can receive, as far as can be said without trying."""
+        ...
+
+    def join(self, meeting: Meeting, lifeline: Lifeline, timeout: float) -> None:
+        """Meet the others, as soon as the backend does so.
+
+        Args:
+            meeting: The place.
+            lifeline: To the trainer's store; closed here when it is of no use any more.
+            timeout: Seconds in which the others must come.
+
+        Raises:
+            RuntimeError, ValueError: What listens is no store, or has no place for us.
+            OSError: The others did not come in time, or the lifeline was cut.
+        """
         ...
 
     def receive(self, broadcasts: Sequence[Broadcast], timeout: float) -> list[Tensor]:
@@ -49,49 +65,78 @@ class Link(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the group, from any thread; a `receive` that waits fails. Once is enough."""
+        """Leave the group, from any thread; who waits in it fails. Once is enough."""
         ...
 
 
-_LINKS: Mapping[str, Callable[[Meeting, torch.device, float], Link]] = {
-    "gloo": lambda meeting, _, timeout: GlooLink.join(meeting, timeout),
-    "nccl": NcclLink.join,
+_LINKS: Mapping[str, Callable[[torch.device], Link]] = {
+    "gloo": lambda _: GlooLink(),
+    "nccl": NcclLink,
 }
 
 
 class WeightGroup:
     """Receives what the trainer, rank 0, broadcasts.
 
-    Made by `join`. Any failure breaks the group for good, because ranks that gave up at different
-    places no longer agree on what comes next.
+    It is joined once. Any failure breaks the group for good, because ranks that gave up at
+    different places no longer agree on what comes next.
     """
 
-    def __init__(self, meeting: Meeting, link: Link) -> None:
-        self.meeting, self._link = meeting, link
-
-    @classmethod
-    def join(cls, meeting: Meeting, *, device: torch.device, timeout: float) -> Self:
-        """Meet the trainer, who is opening the group or will within 20 s.
+    def __init__(self, meeting: Meeting, device: torch.device) -> None:
+        """Begin.
 
         Args:
             meeting: Place, ranks, name and backend.
             device: Where an nccl group receives; a gloo group receives in host memory.
+
+        Raises:
+            RequestError: The meeting cannot be.
+        """
+        meeting.check(device)
+        self.meeting, self._device = meeting, device
+        self._lifeline = Lifeline()
+        self._link: Link | None = None
+        self._is_closed = False
+        self._lock = threading.Lock()  # nothing is started once it is closed
+
+    def join(self, timeout: float) -> None:
+        """Meet the trainer, who is opening the group or will within 20 s.
+
+        Args:
             timeout: Seconds after which nobody is waited for any more.
 
         Raises:
-            RequestError: The meeting cannot be, or the others did not come in time.
+            RequestError: The others did not come in time, the trainer died, or another thread
+                closed the group.
         """
-        meeting.check(device)
         began = time.monotonic()
-        await_store(meeting, began + min(timeout, _OPENS_WITHIN))
         try:
-            link = _LINKS[meeting.backend](meeting, device, began + timeout - time.monotonic())
-        except (RuntimeError, ValueError, OSError) as error:
-            raise meeting.error(
-                f"the others did not come within {timeout:g} s ({first_line(error)})",
-                fix="let every rank join with the same name, world size and backend",
-            ) from error
-        return cls(meeting, link)
+            self._lifeline.tie(self.meeting, began + min(timeout, _OPENS_WITHIN))
+            link = self._start_link()
+            link.join(self.meeting, self._lifeline, began + timeout - time.monotonic())
+        except (RequestError, RuntimeError, ValueError, OSError) as error:
+            refusal = self._not_joined(error, timeout)
+            self.close()
+            self._lifeline.close()
+            raise refusal from error
+
+    def _start_link(self) -> Link:
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("it is closed")
+            self._link = _LINKS[self.meeting.backend](self._device)
+            return self._link
+
+    def _not_joined(self, error: Exception, timeout: float) -> RequestError:
+        if self._is_closed:
+            return self.meeting.error("it was destroyed while it was being joined", fix=_AGAIN)
+        if isinstance(error, RequestError):
+            return error
+        return self.meeting.error(
+            f"the others did not come within {timeout:g} s, or the trainer died "
+            f"({first_line(error)})",
+            fix="let every rank join with the same name, world size and backend",
+        )
 
     def receive(
         self,
@@ -121,7 +166,7 @@ class WeightGroup:
         """
         expected = pieces(names, dtypes, shapes)
         broadcasts = self._broadcasts(expected, load_format)
-        if not self._link.is_alive:
+        if self._link is None or not self.is_open:
             raise self.meeting.error("it is closed, or an earlier broadcast failed", fix=_AGAIN)
         try:
             buffers = self._link.receive(broadcasts, timeout)
@@ -142,12 +187,16 @@ class WeightGroup:
 
     @property
     def is_open(self) -> bool:
-        """Whether it can receive: nobody closed it, and no broadcast has failed."""
-        return self._link.is_alive
+        """Whether it can receive, or will: nobody closed it, and nothing has failed."""
+        return not self._is_closed and (self._link is None or self._link.is_alive)
 
     def close(self) -> None:
-        """Leave the group. Closing a closed one does nothing."""
-        self._link.close()
+        """Leave the group, or give up joining it; from any thread. Once is enough."""
+        with self._lock:
+            self._is_closed = True
+        self._lifeline.cut()
+        if self._link is not None:
+            self._link.close()
 
     def _broadcasts(self, expected: Sequence[Piece], load_format: str | None) -> list[Broadcast]:
         one_each = [Broadcast(piece.num_bytes, seal(piece)) for piece in expected]

@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Thread
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from tetrarch.distributed.lifeline import Lifeline
 from tetrarch.distributed.meeting import Meeting
 from tetrarch.distributed.parcel import Broadcast
 from tetrarch.distributed.rendezvous import Connection, connect, from_trainer, left
@@ -20,35 +21,27 @@ from tetrarch.distributed.rendezvous import Connection, connect, from_trainer, l
 __all__ = ["NcclLink", "within"]
 
 _POLL = 5e-5  # seconds; NCCL's own blocking wait ends the process when it times out
+_LOOK = 0.05  # seconds between two looks at a lifeline
 _GRACE = 1.0  # seconds between torch's own timeout and ours
 _T = TypeVar("_T")
 
 
 class NcclLink:
-    """A `Link` between GPUs. Made by `join`."""
+    """A `Link` between GPUs, which meet at the first broadcast; until then the lifeline is held."""
 
-    def __init__(self, connection: Connection, device: torch.device) -> None:
-        self._store, self._backend = connection
+    def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._lifeline = Lifeline()
+        self._connection: Connection | None = None
         self._is_alive = True
         self._has_met = False  # all ranks, on their devices
         self._is_meeting = False
 
-    @classmethod
-    def join(cls, meeting: Meeting, device: torch.device, timeout: float) -> Self:
-        """Meet the trainer's store, which listens. The ranks meet at the first broadcast.
-
-        Args:
-            meeting: The place.
-            device: Where to receive.
-            timeout: Seconds in which the store must answer.
-
-        Raises:
-            RuntimeError, ValueError: What listens is no store, or has no place for us.
-            TimeoutError: It does not answer.
-        """
+    def join(self, meeting: Meeting, lifeline: Lifeline, timeout: float) -> None:
+        """Meet the trainer's store; as `Link.join` says."""
         deadline = time.monotonic() + timeout
-        return cls(within(deadline, partial(connect, meeting, deadline)), device)
+        self._lifeline = lifeline
+        self._connection = within(deadline, partial(connect, meeting, deadline), lifeline)
 
     @property
     def is_alive(self) -> bool:
@@ -76,22 +69,28 @@ class NcclLink:
 
     def close(self) -> None:
         """Leave the group; as `Link.close` says."""
-        if self._is_alive and not self._is_meeting:
-            self._backend.abort()  # its shutdown would wait for the others
+        if self._is_alive and not self._is_meeting and self._connection is not None:
+            self._connection.backend.abort()  # its shutdown would wait for the others
         self._is_alive = False
+        self._lifeline.cut()
+        if not self._is_meeting:
+            self._lifeline.close()
 
     def _begin(self, buffer: Tensor, deadline: float) -> c10d.Work:
-        begin = partial(self._backend.broadcast, [buffer], from_trainer(deadline))
+        assert self._connection is not None
+        store, backend = self._connection
+        begin = partial(backend.broadcast, [buffer], from_trainer(deadline))
         if self._has_met:
             return begin()
-        self._store.set_timeout(left(deadline))
+        store.set_timeout(left(deadline))
         self._is_meeting = True
-        work = within(deadline, begin)
+        work = within(deadline, begin, self._lifeline)
+        self._lifeline.close()
         self._has_met, self._is_meeting = True, False
         return work
 
 
-def within(deadline: float, act: Callable[[], _T]) -> _T:
+def within(deadline: float, act: Callable[[], _T], lifeline: Lifeline) -> _T:
     """Do something that may wait for others for ever, on a thread that may be left behind.
 
     So does torch's store for what listens but is no store, until that hangs up; and NCCL for a rank
@@ -100,6 +99,7 @@ def within(deadline: float, act: Callable[[], _T]) -> _T:
     Raises:
         RuntimeError, ValueError: The act's own.
         TimeoutError: It was not done a second after the deadline (monotonic seconds).
+        ConnectionError: The lifeline was cut before.
     """
     outcome: list[_T | Exception] = []
 
@@ -111,7 +111,12 @@ def within(deadline: float, act: Callable[[], _T]) -> _T:
 
     thread = Thread(target=run, name="meet the ranks of a group", daemon=True)
     thread.start()
-    thread.join(left(deadline).total_seconds() + _GRACE)
+    is_cut = False
+    while thread.is_alive() and not is_cut and time.monotonic() < deadline + _GRACE:
+        thread.join(_LOOK)
+        is_cut = lifeline.is_cut
+    if not outcome and is_cut:
+        raise ConnectionError("the trainer's store has hung up")
     if not outcome:
         raise TimeoutError("the others do not answer")
     if isinstance(outcome[0], Exception):

@@ -25,8 +25,9 @@ from threading import Thread
 import torch
 from torch import Tensor
 
+from tetrarch.distributed.lifeline import first_line
 from tetrarch.distributed.parcel import Broadcast, Parcel
-from tetrarch.distributed.rendezvous import Backend, connect, first_line, from_trainer, left
+from tetrarch.distributed.rendezvous import Backend, connect, from_trainer, left
 
 __all__ = ["main"]
 

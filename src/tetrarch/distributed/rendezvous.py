@@ -10,7 +10,6 @@ any number live side by side, and a name is free again once its group is closed.
 
 from __future__ import annotations
 
-import socket
 import time
 from datetime import timedelta
 from typing import NamedTuple, Protocol, cast
@@ -19,12 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from tetrarch.core.errors import RequestError
 from tetrarch.distributed.meeting import FILED_UNDER, Meeting
 
-__all__ = ["Backend", "Connection", "await_store", "connect", "first_line", "from_trainer", "left"]
+__all__ = ["Backend", "Connection", "connect", "from_trainer", "left"]
 
-_RETRY = 0.05  # seconds
 _NEVER = timedelta(days=365)
 
 
@@ -45,36 +42,6 @@ class Connection(NamedTuple):
 
     store: c10d.Store
     backend: Backend
-
-
-def await_store(meeting: Meeting, deadline: float) -> None:
-    """Return once something listens; torch's own store would retry a refusal for minutes.
-
-    Args:
-        meeting: The place.
-        deadline: Until when (monotonic seconds).
-
-    Raises:
-        RequestError: Nothing listens there by then, or there is no such place.
-    """
-    while True:
-        try:
-            with socket.create_connection((meeting.address.strip("[]"), meeting.port), timeout=2):
-                return
-        except (ConnectionRefusedError, TimeoutError) as error:
-            if time.monotonic() > deadline:
-                raise _unreachable(meeting, error) from error
-            time.sleep(_RETRY)
-        except (OSError, UnicodeError) as error:
-            raise _unreachable(meeting, error) from error
-
-
-def _unreachable(meeting: Meeting, error: Exception) -> RequestError:
-    return meeting.error(
-        f"nothing can be reached at {meeting.address}:{meeting.port} ({first_line(error)})",
-        fix="open the group in the trainer while the servers join, at an address they can reach",
-        param="master_address",
-    )
 
 
 def connect(meeting: Meeting, deadline: float) -> Connection:
@@ -120,8 +87,3 @@ def from_trainer(deadline: float) -> c10d.BroadcastOptions:
 def left(deadline: float) -> timedelta:
     """Return the time until a deadline (monotonic seconds); a millisecond where it has passed."""
     return timedelta(seconds=max(deadline - time.monotonic(), 0.001))
-
-
-def first_line(error: Exception) -> str:
-    """Return what an error says, without torch's stack of C++ calls."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -162,7 +162,7 @@ class InitGroup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class DestroyGroup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Leave a process group."""
+    """Leave a process group; one that is being joined, too, whose `InitGroup` is refused then."""
 
     ticket: int
     group_name: str = "weight_update_group"

@@ -55,7 +55,8 @@ class Adoption:
         if report is not None and report.num_tensors > 0:
             self._num_done += 1
             self.rename(version or str(self._num_done))
-            _log.info("%s; version %s", update_summary(report), self._engine.weight_version)
+            log = _log.warning if report.unused else _log.info
+            log("%s; version %s", update_summary(report), self._engine.weight_version)
         if flush:
             self._engine.renew()
         facts = {} if report is None else {"source": source, **update_facts(report)}

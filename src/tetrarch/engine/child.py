@@ -6,6 +6,7 @@ It ends with its parent, however that ends: standard input closes then.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import select
@@ -156,7 +157,8 @@ def _start(plan: Plan, link: Link) -> Engine:
     available = free_bytes(plan.device)
     try:
         executor = Executor(plan, progress=LinkProgress(link))
-        engine = Engine(plan, executor, load_tokenizer(plan.model.tokenizer_path))
+        path = plan.model.tokenizer_path
+        engine = Engine(plan, executor, None if path is None else load_tokenizer(path))
     except TetrarchError as error:
         link.tell([StartFailed.of(error)])
         raise SystemExit(1) from error  # the parent prints it: three lines, no traceback
@@ -168,6 +170,7 @@ def _start(plan: Plan, link: Link) -> Engine:
         "startup_available": available,
         "weight_version": engine.weight_version,
     }
+    gc.freeze()  # it all stays: walking it would hold steps up for 0.3 s, now and then
     link.tell([Ready(payload=msgspec.to_builtins(facts))])
     link.tell([engine.heartbeat()])  # apart: who waits for `Ready` reads no further
     return engine

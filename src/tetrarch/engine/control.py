@@ -83,7 +83,7 @@ class Control:
         self._engine, self._say = engine, say
         self._jobs = OneJob()
         self.courtesy = self._jobs.courtesy
-        self._updates = Updates(engine, self._jobs, self._abort_all)
+        self._updates = Updates(engine, self._jobs, say=say, abort_all=self._abort_all)
         self._groups = Groups(self._updates, engine.rank.device)
         self._occupation = Occupation(engine)
         self._inspection = Inspection(engine.rank.weights)
@@ -150,6 +150,8 @@ class Control:
             self._try(one.message.ticket, partial(self._retry, one))
 
     def _try(self, ticket: int, act: Act) -> None:
+        """Act between two steps: what is in flight comes first, and is told first."""
+        self._say(self._engine.drain())
         if (reply := answered(ticket, act, code=self._code)) is not None:
             self._say([reply])
 

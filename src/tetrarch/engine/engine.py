@@ -3,11 +3,16 @@
 
 One thread owns an engine. It knows nothing of processes or sockets (`engine/loop.py` does), and
 nothing of devices (the executor does).
+
+Where steps overlap, the next one is launched before the results of the last one are read: the
+device has work while the host reads, tells and schedules. Who wants to find everything at rest
+drains the engine first.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +21,6 @@ import msgspec
 from tetrarch.config.checkpoint import read_end_ids
 from tetrarch.config.plan import Plan
 from tetrarch.core.errors import RequestError
-from tetrarch.engine.acceptance import Acceptance, SpecStatus
-from tetrarch.engine.adaptive import DraftLengths
 from tetrarch.engine.messages import Abort, Heartbeat
 from tetrarch.engine.output import Output
 from tetrarch.engine.pages import PagePool
@@ -26,23 +29,13 @@ from tetrarch.engine.request import Delta, FinishReason, GenerateRequest
 from tetrarch.engine.scheduler import Batch, Scheduler
 from tetrarch.engine.sequence import Sequence
 from tetrarch.engine.stream import OutputText
+from tetrarch.engine.tally import Tally
 from tetrarch.engine.text import Tokenizer
 from tetrarch.engine.validation import Limits, check_request
-from tetrarch.executor.step import SeqChunk, SeqResult
+from tetrarch.executor.step import Pending, SeqChunk, SeqResult
 
 __all__ = ["Engine"]
 
-_COUNTERS = (
-    "prompt_tokens_total",
-    "generation_tokens_total",
-    "cached_tokens_total",
-    "num_requests_total",
-    "num_aborted_requests_total",
-    "num_retracted_reqs",
-    "steps",
-    "moe_tokens_high_water",
-    "moe_buffer_capacity_tokens",
-)
 _ABORTED = FinishReason(kind="abort", message="aborted by the client")
 _NOT_FINITE = FinishReason(
     kind="abort",
@@ -60,7 +53,6 @@ class Engine:
         limits: What bounds a request.
         weight_version: Reported with every output token.
         is_paused: Nobody is to call `step`; what waits may do so for long.
-        counters: Monotonic totals by metric name; probes are left out.
     """
 
     def __init__(self, plan: Plan, rank: Rank, tokenizer: Tokenizer | None = None) -> None:
@@ -69,10 +61,11 @@ class Engine:
         self._plan, self._tokenizer = plan, tokenizer
         self._pool = PagePool(capacity.num_pages, capacity.page_size)
         self._scheduler = Scheduler(plan.schedule, self._pool)
+        self._depth = 2 if plan.schedule.overlap else 1
+        self._flying: deque[Pending] = deque()  # oldest first
         self._live: dict[str, Output] = {}
         self._num_seen = 0
-        self._lengths = None if plan.spec is None else DraftLengths(plan.spec)
-        self._accepted = (Acceptance(), Acceptance())  # ever, and since the last flush
+        self._tally = Tally(plan)
         self._end_ids = read_end_ids(Path(plan.model.path))
         if tokenizer is not None:
             self._end_ids |= tokenizer.eos_ids
@@ -84,13 +77,16 @@ class Engine:
         )
         self.weight_version = "default"
         self.is_paused = False
-        self.counters: dict[str, float] = dict.fromkeys(_COUNTERS, 0)
-        self.counters["moe_buffer_capacity_tokens"] = plan.experts.budget.rows
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Monotonic totals by metric name; probes are left out."""
+        return self._tally.totals
 
     @property
     def has_work(self) -> bool:
-        """Whether any request lives."""
-        return bool(self._live)
+        """Whether any request lives, or a step that nobody wants any more is in flight."""
+        return bool(self._live or self._flying)
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request.
@@ -115,7 +111,7 @@ class Engine:
             if sampling.max_new_tokens is None
             else min(size + sampling.max_new_tokens, self.limits.max_tokens),
             end_ids=own if sampling.ignore_eos else own | self._end_ids,
-            length=None if self._lengths is None else self._lengths.start(),
+            length=self._tally.start_length(),
         )
         text = None
         if (sampling.stop or sampling.stop_regex) and self._tokenizer is not None:
@@ -124,7 +120,7 @@ class Engine:
         self._live[request.rid] = Output(seq, interval=interval, text=text)
         self._num_seen += 1
         self._scheduler.add(seq)
-        self._count(seq, "num_requests_total")
+        self._tally.count(seq, "num_requests_total")
 
     def abort(self, abort: Abort) -> list[Delta]:
         """End requests at once, whatever they are doing; return their last deltas."""
@@ -132,18 +128,27 @@ class Engine:
         return [self._end(self._live[rid], _ABORTED) for rid in chosen]
 
     def step(self) -> list[Delta]:
-        """Run one step, and return what it brought."""
-        batch = self._scheduler.schedule()
-        if batch is None:
-            return []
-        self._note_starts(batch)
-        result = self.rank.step(batch.step)
-        self._scheduler.commit(batch, result)
-        self.counters["steps"] += 1
-        self.counters["moe_tokens_high_water"] = self.rank.moe_tokens_high_water
-        self.counters["num_retracted_reqs"] = self._scheduler.num_retractions
+        """Launch as far ahead as may be; then return what the oldest step in flight has brought."""
+        while len(self._flying) < self._depth and (batch := self._scheduler.schedule()):
+            self._note_starts(batch)
+            self._flying.append(self.rank.launch(batch.step))
+        return self._land() if self._flying else []
+
+    def drain(self) -> list[Delta]:
+        """Wait for all that is in flight, and return what it has brought."""
         deltas: list[Delta] = []
-        for seq, chunk, outcome in zip(batch.seqs, batch.step.seqs, result.seqs, strict=True):
+        while self._flying:
+            deltas += self._land()
+        return deltas
+
+    def _land(self) -> list[Delta]:
+        landed = self._scheduler.commit(self._flying.popleft().wait())
+        counters = self.counters
+        counters["steps"] += 1
+        counters["moe_tokens_high_water"] = self.rank.moe_tokens_high_water
+        counters["num_retracted_reqs"] = self._scheduler.num_retractions
+        deltas: list[Delta] = []
+        for seq, chunk, outcome in landed:
             deltas += self._take(self._live[seq.request.rid], chunk, outcome)
         return deltas
 
@@ -163,7 +168,10 @@ class Engine:
         return len(self._live) if self.is_paused else 0
 
     def retract(self) -> None:
-        """Set all running requests back; they keep their tokens, and compute them again."""
+        """Set all running requests back; they keep their tokens, and compute them again.
+
+        As all that changes what is known of running requests, it wants nothing to be in flight.
+        """
         self._scheduler.retract_all()
 
     def renew(self) -> None:
@@ -178,7 +186,7 @@ class Engine:
         if not self.is_idle:
             return False
         self._pool.clear()
-        self._accepted = (self._accepted[0], Acceptance())
+        self._tally.note_flush()
         return True
 
     def heartbeat(self) -> Heartbeat:
@@ -199,7 +207,7 @@ class Engine:
             is_updating=self.rank.weights.is_open,
             updating_s=self.rank.weights.open_s,
             num_paused=self.num_paused,
-            spec=self._spec_status(),
+            spec=self._tally.spec,
         )
 
     def snapshot(self) -> dict[str, Any]:
@@ -225,12 +233,12 @@ class Engine:
         seq.scored += outcome.prompt_logprobs
         before = seq.num_outputs
         finish = output.take(outcome.token_ids, outcome.logprobs, version=self.weight_version)
-        self._count(seq, "generation_tokens_total", seq.num_outputs - before)
+        self._tally.count(seq, "generation_tokens_total", seq.num_outputs - before)
         if chunk.drafts:
-            self._count_drafts(output, chunk, outcome, kept=seq.num_outputs - before)
+            self._tally.count_drafts(output, chunk, outcome, kept=seq.num_outputs - before)
         elif seq.length is not None and outcome.token_ids:
             seq.length.observe(proposed=0, accepted=0)
-        if finish is None and seq.num_left == 0:  # nothing was to be generated
+        if finish is None and seq.is_computed:
             finish = FinishReason(kind="length", length=0)
         if finish is not None:
             return [self._end(output, finish)]
@@ -240,7 +248,7 @@ class Engine:
         self._scheduler.remove(output.seq, is_bad=is_bad)
         del self._live[output.seq.request.rid]
         if finish.kind == "abort":
-            self._count(output.seq, "num_aborted_requests_total")
+            self._tally.count(output.seq, "num_aborted_requests_total")
         return output.delta(finish)
 
     def _note_starts(self, batch: Batch) -> None:
@@ -248,33 +256,8 @@ class Engine:
             output = self._live[seq.request.rid]
             if "scheduled" not in output.times:
                 output.times["scheduled"] = time.monotonic()
-                self._count(seq, "prompt_tokens_total", seq.num_prompt)
-                self._count(seq, "cached_tokens_total", seq.num_cached)
-
-    def _count_drafts(
-        self, output: Output, chunk: SeqChunk, outcome: SeqResult, *, kept: int
-    ) -> None:
-        """Count a verification of which the output has kept so many tokens."""
-        drawn = len(outcome.token_ids)
-        accepted = min(kept, drawn if outcome.failed else drawn - 1)
-        proposed = len(chunk.drafts) if kept == drawn else kept
-        everybody = () if output.seq.request.is_probe else self._accepted
-        for each in (output.acceptance, *everybody):
-            each.add(proposed=proposed, accepted=accepted, tokens=kept)
-        if output.seq.length is not None:
-            output.seq.length.observe(proposed=proposed, accepted=accepted)
-
-    def _spec_status(self) -> SpecStatus | None:
-        if self._lengths is None:
-            return None
-        lifetime, since_flush = self._accepted
-        return SpecStatus(
-            num_steps=self._lengths.current, lifetime=lifetime, since_flush=since_flush
-        )
-
-    def _count(self, seq: Sequence, name: str, amount: int = 1) -> None:
-        if not seq.request.is_probe:
-            self.counters[name] += amount
+                self._tally.count(seq, "prompt_tokens_total", seq.num_prompt)
+                self._tally.count(seq, "cached_tokens_total", seq.num_cached)
 
 
 def _is_meant(abort: Abort, rid: str) -> bool:

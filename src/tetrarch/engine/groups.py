@@ -18,7 +18,7 @@ from tetrarch.engine.updates import Updates
 
 __all__ = ["Groups"]
 
-_JOIN_S = 300.0  # seconds; a trainer of many servers calls them one by one
+_JOIN_S = 300.0  # seconds; a trainer of many servers calls them one by one; `leave` ends it
 _RECEIVE_S = 300.0  # seconds for the tensors of one call
 
 
@@ -39,7 +39,7 @@ class Groups:
         """Meet a trainer.
 
         Raises:
-            RequestError: There is a group of that name, or another job.
+            RequestError: There is a group of that name, another job, or the meeting cannot be.
         """
         name = message.group_name
         if name in self._groups and self._groups[name].is_open:
@@ -49,11 +49,21 @@ class Groups:
                 fix="POST /destroy_weights_update_group first, or choose another name",
                 param="group_name",
             )
+        meeting = Meeting(
+            address=message.master_address,
+            port=message.master_port,
+            rank=message.rank_offset,
+            world_size=message.world_size,
+            name=name,
+            backend=message.backend,
+        )
+        group = WeightGroup(meeting, self._device)
         what = f"weight group {name!r} is being joined"
-        self._updates.start(message.ticket, what, partial(self._meet, message))
+        self._updates.start(message.ticket, what, partial(self._meet, message, group))
+        self._groups[name] = group
 
     def leave(self, message: DestroyGroup) -> ControlReply:
-        """Leave a group.
+        """Leave a group; one that is being joined, too: who waits for that is refused.
 
         Raises:
             RequestError: There is none of that name.
@@ -71,20 +81,17 @@ class Groups:
         work = partial(self._receive, self._group(message.group_name), message)
         self._updates.start(message.ticket, "tensors are being received", work)
 
-    def _meet(self, message: InitGroup) -> Then:
-        meeting = Meeting(
-            address=message.master_address,
-            port=message.master_port,
-            rank=message.rank_offset,
-            world_size=message.world_size,
-            name=message.group_name,
-            backend=message.backend,
-        )
-        group = WeightGroup.join(meeting, device=self._device, timeout=_JOIN_S)
+    def _meet(self, message: InitGroup, group: WeightGroup) -> Then:
+        try:
+            group.join(_JOIN_S)
+        except RequestError as error:
+            return partial(self._forget, group, error)
         return partial(self._joined, message, group)
 
     def _joined(self, message: InitGroup, group: WeightGroup) -> ControlReply:
-        self._groups[message.group_name] = group
+        if not group.is_open:
+            why = "it was destroyed as soon as it was joined"
+            self._forget(group, group.meeting.error(why, fix="POST it again"))
         return accepted(message.ticket, f"joined weight group {message.group_name!r}")
 
     def _receive(self, group: WeightGroup, message: UpdateFromDistributed) -> Then:
@@ -99,14 +106,18 @@ class Groups:
         except RequestError as error:
             if group.is_open:
                 raise
-            return partial(self._lost, message.group_name, group, error)
+            return partial(self._lost, group, error)
         return self._updates.received(message, tensors)
 
-    def _lost(self, name: str, group: WeightGroup, error: RequestError) -> NoReturn:
-        """Forget a group that is gone, and give its update up; then refuse the call."""
-        if self._groups.get(name) is group:
-            del self._groups[name]
+    def _lost(self, group: WeightGroup, error: RequestError) -> NoReturn:
+        """Give the update of a group up that is gone; then forget it, and refuse the call."""
         self._updates.give_up()
+        self._forget(group, error)
+
+    def _forget(self, group: WeightGroup, error: RequestError) -> NoReturn:
+        """Free a group's name, unless another has it already; then refuse the call."""
+        if self._groups.get(group.meeting.name) is group:
+            del self._groups[group.meeting.name]
         raise error
 
     def _group(self, name: str) -> WeightGroup:

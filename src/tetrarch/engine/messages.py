@@ -72,7 +72,7 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ControlReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to a control message.
+    """The answer to a control message; ticket 0 answers none: an update has ended by itself.
 
     Attributes:
         status: As HTTP has it: 200 if `ok`; 400 refused, 500 a defect, 503 not now.

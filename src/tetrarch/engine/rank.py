@@ -10,7 +10,7 @@ import torch
 
 from tetrarch.executor.capacity import Capacity
 from tetrarch.executor.regions import RegionChange, RegionState
-from tetrarch.executor.step import Step, StepResult
+from tetrarch.executor.step import Pending, Step
 from tetrarch.executor.weights import WeightStore
 from tetrarch.memory.slots import Region
 
@@ -50,8 +50,8 @@ class Rank(Protocol):
         """What memory is there."""
         ...
 
-    def step(self, step: Step) -> StepResult:
-        """Run one forward."""
+    def launch(self, step: Step) -> Pending:
+        """Start one forward, behind those in flight; the caller waits for each, in order."""
         ...
 
     def release(self, tags: Collection[Region], *, backup: bool | None = None) -> RegionChange:

@@ -4,23 +4,27 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tetrarch.core.errors import CheckpointError, RequestError, TetrarchError
 from tetrarch.core.log import get_logger
 from tetrarch.core.units import format_bytes
 from tetrarch.engine.messages import ControlReply
-from tetrarch.executor.updates import UpdateReport
+from tetrarch.executor.updates import Received, UpdateReport
+from tetrarch.models.report import Unused
 
 __all__ = [
     "Act",
+    "Say",
     "accepted",
     "answered",
     "failed_update",
+    "left_out",
     "other_update",
     "refused",
     "sentence",
+    "taken",
     "update_facts",
     "update_summary",
 ]
@@ -28,6 +32,7 @@ __all__ = [
 _log = get_logger(__name__)
 
 Act = Callable[[], ControlReply | None]  # `None`: the answer comes later
+Say = Callable[[Sequence[ControlReply]], None]
 
 
 def accepted(ticket: int, message: str = "", **payload: Any) -> ControlReply:
@@ -88,29 +93,42 @@ def other_update(what: str) -> RequestError:
     )
 
 
+def taken(ticket: int, received: Received | None, **payload: Any) -> ControlReply:
+    """Say what one call has brought to an update that goes on; `None`: nothing."""
+    count = 0 if received is None else received.pieces.num_used
+    warnings = [] if received is None else left_out(received.pieces.placements.unused)
+    words = [f"took {count} tensors; the update goes on", *warnings]
+    return accepted(ticket, "; ".join(words), warnings=warnings, **payload)
+
+
 def update_summary(report: UpdateReport | None) -> str:
     """Return what an update did, in words."""
     if report is None:
         return "no update was open"
     size = format_bytes(report.num_bytes)
     source = "" if report.load is None else f" from {report.load.source}"
-    return f"updated {report.num_tensors} tensors, {size}, in {report.seconds:.2f} s{source}"
+    words = f"updated {report.num_tensors} tensors, {size}, in {report.seconds:.2f} s{source}"
+    return "; ".join([words, *left_out(report.unused)])
 
 
 def update_facts(report: UpdateReport) -> dict[str, Any]:
     """Return what an update did, as keys of a payload."""
-    unused = {} if report.load is None else report.load.unused
     return {
         "atomic": report.atomic,
         "seconds": report.seconds,
         "num_tensors": report.num_tensors,
         "num_bytes": report.num_bytes,
-        "warnings": [
-            f"{len(names)} tensors were left out ({kind}), such as {names[0]}"
-            for kind, names in unused.items()
-            if names
-        ],
+        "warnings": left_out(report.unused),
     }
+
+
+def left_out(unused: Mapping[Unused, tuple[str, ...]]) -> list[str]:
+    """Return in words which tensors an update, or a call of one, brought for nothing."""
+    return [
+        f"{len(names)} tensors were left out ({kind}), such as {names[0]}"
+        for kind, names in unused.items()
+        if names
+    ]
 
 
 def _text(message: str) -> str:

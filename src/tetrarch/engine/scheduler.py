@@ -8,37 +8,46 @@ again later.
 Drafts are verified and made with the pages that nobody needs in that step, and with fewer pages
 there are fewer drafts: nobody is set back, and no newcomer waits, for the sake of a guess. What
 they took is given back when the step has run, but for the drafts that were right.
+
+A step may be scheduled while the one before is in flight: whoever generates then goes on from a
+token that nobody has read yet, as if the step before ended nobody. Who proves to have ended has
+a row too many in that step. Its result is dropped, and the pages stay out of reach until it is
+through.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import insort
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from tetrarch.config.budget import prompt_allowance
 from tetrarch.config.plan import SchedulePlan
-from tetrarch.core.units import ceil_div
-from tetrarch.engine.pages import PageKey, PagePool
+from tetrarch.engine.holdings import Holdings
+from tetrarch.engine.pages import PagePool
 from tetrarch.engine.sequence import Sequence
 from tetrarch.executor.step import Phase, SeqChunk, SeqResult, Step, StepResult
 
-__all__ = ["Batch", "Scheduler"]
-
-_HEADROOM = 64
-"""Output tokens for which a newcomer must find pages, for itself and for each running request.
-Fewer admit more requests, and set them back more often: with 64 requests of 1300 tokens over
-pages for 6, 64 takes a quarter fewer steps than 512, and computes a third more tokens."""
+__all__ = ["Batch", "Landed", "Scheduler"]
 
 _Work = list[tuple[Sequence, int]]  # who, and how many tokens
+Landed = tuple[Sequence, SeqChunk, SeqResult]  # who, what it asked for, and what came of it
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step, and the sequences behind its chunks."""
+    """A step, and the sequences behind its chunks.
+
+    Attributes:
+        step, seqs: One chunk each.
+        parked: Pages of sequences that have ended while it was in flight, for it may write there.
+    """
 
     step: Step
     seqs: tuple[Sequence, ...]
+    parked: list[int] = field(default_factory=list)
 
 
 class Scheduler:
@@ -51,9 +60,11 @@ class Scheduler:
 
     def __init__(self, plan: SchedulePlan, pool: PagePool) -> None:
         self._plan, self._pool = plan, pool
+        self._holdings = Holdings(pool, prefix_cache=plan.prefix_cache)
         self._mixes = plan.mixed_chunk and plan.chunk_tokens > 0
         self._free_rows = list(range(plan.max_running_requests))
         self._prefilled = False  # what the last step did
+        self._flying: deque[Batch] = deque()  # scheduled and not committed, oldest first
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_retractions = 0
@@ -73,7 +84,7 @@ class Scheduler:
             self.waiting.remove(seq)
             return
         if is_bad:
-            self._spoil(seq)
+            self._holdings.spoil(seq)
         self._stop(seq)
 
     def retract_all(self) -> None:
@@ -82,11 +93,16 @@ class Scheduler:
             self._retract(self.running[-1])
 
     def schedule(self) -> Batch | None:
-        """Choose the next step, and give its tokens their pages; `None` without work.
+        """Choose the next step, and give its tokens their pages; the caller launches it.
 
         Running requests generate in every step where prompts and decodes mix, else in every
         second one at least.
+
+        Returns:
+            `None` without work, and where a step in flight decides what comes next.
         """
+        if self._flying and self._must_wait():
+            return None
         work: _Work = []
         if self._mixes or self._prefilled:
             work = self._decodes()
@@ -97,25 +113,39 @@ class Scheduler:
         if not work:
             return None
         chunks = tuple(
-            seq.chunk(count, num_drafts=self._reserve_drafts(seq, count)) for seq, count in work
+            seq.chunk(count, num_drafts=self._holdings.reserve_drafts(seq, count))
+            for seq, count in work
         )
         phase = _phase(chunks)
         self._prefilled = phase is Phase.PREFILL
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         step = Step(phase=phase, seqs=chunks, rank_tokens=(num_tokens,))
-        return Batch(step, tuple(seq for seq, _ in work))
+        batch = Batch(step, tuple(seq for seq, _ in work))
+        for seq, chunk in zip(batch.seqs, chunks, strict=True):
+            seq.launch(chunk)
+        self._flying.append(batch)
+        return batch
 
-    def commit(self, batch: Batch, result: StepResult) -> None:
-        """Note that a step has run: its keys and values are in the pages.
+    def commit(self, result: StepResult) -> Iterable[Landed]:
+        """Note that the oldest step in flight has run: its keys and values are in the pages.
 
         Those of drafts that were wrong are not: they will be written over.
+
+        Returns:
+            The chunks of those who still live.
         """
+        batch = self._flying.popleft()
+        self._pool.release(batch.parked)
+        landed: list[Landed] = []
         for seq, chunk, outcome in zip(batch.seqs, batch.step.seqs, result.seqs, strict=True):
-            seq.num_computed += len(chunk.token_ids) - _num_wrong(chunk, outcome)
-            seq.drafts = outcome.drafts
-            self._trim(seq)
-            if seq.num_computed <= seq.num_prompt:
-                self._learn(seq)
+            if seq.row is None:
+                continue
+            seq.land(chunk, outcome)
+            self._holdings.trim(seq)
+            if not self._holdings.knows_prompt(seq):
+                self._holdings.learn(seq)
+            landed.append((seq, chunk, outcome))
+        return landed
 
     def set_back(self, seq: Sequence, *, is_bad: bool = False) -> None:
         """Let a running sequence compute everything again.
@@ -125,15 +155,27 @@ class Scheduler:
             is_bad: As for `remove`.
         """
         if is_bad:
-            self._spoil(seq)
+            self._holdings.spoil(seq)
         self._retract(seq)
+
+    def _must_wait(self) -> bool:
+        """Whether the step in flight decides what the next one holds.
+
+        It does for those whose next draw depends on which tokens came before, and where pages are
+        short: who ends gives some back, and nobody is set back who might be about to end.
+        """
+        decodes = [seq for seq in self.running if seq.num_left == 1]
+        if any(seq.num_future and seq.reads_outputs for seq in decodes):
+            return True
+        return not self._holdings.suffice(decodes)
 
     def _decodes(self) -> _Work:
         """Everyone who has one token left; the oldest get their pages first."""
-        for seq in [seq for seq in self.running if seq.num_left == 1]:
-            while seq.row is not None and not self._extend(seq, 1):
+        decodes = [seq for seq in self.running if seq.num_left == 1]
+        for seq in decodes:
+            while seq.row is not None and not self._holdings.extend(seq, 1):
                 self._retract(self.running[-1])
-        return [(seq, 1) for seq in self.running if seq.num_left == 1]
+        return [(seq, 1) for seq in decodes if seq.row is not None]
 
     def _prefills(self, num_decodes: int) -> _Work:
         """Prompts that go on, then prompts that begin, as far as tokens and pages allow."""
@@ -144,96 +186,44 @@ class Scheduler:
         room = prompt_allowance(self._plan, num_decodes=num_decodes, head_tokens=head.num_left)
         work: _Work = []
         for seq in partial:
-            count = min(seq.num_left, room, self._num_fitting(seq))
-            if count > 0 and self._extend(seq, count):
+            count = min(seq.num_left, room, self._holdings.num_fitting(seq))
+            if count > 0 and self._holdings.extend(seq, count):
                 work.append((seq, count))
                 room -= count
-        self._admit(work, room)
+        if self.waiting:
+            self._admit(work, room)
         return work
 
     def _admit(self, work: _Work, room: int) -> None:
         """Start waiting sequences in order, until one does not fit."""
-        computing = {self._next_page(seq, seq.pages[: seq.known]) for seq, _ in work}
-        reserved = sum(self._growth(seq) for seq in self.running) if self.waiting else 0
+        holdings = self._holdings
+        computing = {
+            holdings.next_page(seq, seq.pages[: seq.known])
+            for seq in self.running
+            if not holdings.knows_prompt(seq)
+        }
+        reserved = sum(holdings.growth(seq) for seq in self.running)
         while self.waiting and self._free_rows and room > 0:
             seq = self.waiting[0]
-            matched = self._match(seq)
-            left = len(seq.tokens) - len(matched) * self._pool.page_size
-            next_page = self._next_page(seq, matched)
+            matched = holdings.match(seq)
+            left = seq.size - len(matched) * self._pool.page_size
+            next_page = holdings.next_page(seq, matched)
             if next_page is not None and next_page in computing:
                 return  # this step computes what it would compute: match it in the next one
             if left > room and not self._plan.chunk_tokens:
                 return
-            if self.running and not self._has_pages(seq, matched, reserved=reserved):
+            somebody = self.running or self._flying  # else all pages are available
+            if somebody and not holdings.has_room(seq, matched, reserved=reserved):
                 return
             self._start(seq, matched)
             work.append((seq, min(left, room)))
-            self._extend(seq, min(left, room))
+            holdings.extend(seq, min(left, room))
             room -= min(left, room)
-            reserved += self._growth(seq)
+            reserved += holdings.growth(seq)
             computing.add(next_page)
 
-    def _match(self, seq: Sequence) -> tuple[int, ...]:
-        return self._pool.match(seq.tokens, seq.match_limit) if self._plan.prefix_cache else ()
-
-    def _next_page(self, seq: Sequence, pages: tuple[int, ...]) -> PageKey | None:
-        """Identify the page after `pages`; `None` where the cache may not give it to `seq`."""
-        end = (len(pages) + 1) * self._pool.page_size
-        if not self._plan.prefix_cache or end > seq.match_limit:
-            return None
-        return self._pool.next_key(seq.tokens, pages)
-
-    def _has_pages(self, seq: Sequence, matched: tuple[int, ...], *, reserved: int) -> bool:
-        need = self._growth(seq) - len(matched) + reserved
-        return need <= self._pool.num_available - self._pool.num_cached_of(matched)
-
-    def _growth(self, seq: Sequence) -> int:
-        """Pages that a sequence will soon want beyond those it has."""
-        soon = min(len(seq.tokens) + _HEADROOM, seq.limit)
-        return seq.pages_for(soon, page_size=self._pool.page_size)
-
-    def _num_fitting(self, seq: Sequence) -> int:
-        """How many more tokens of a sequence the available pages hold."""
-        pages = len(seq.pages) + self._pool.num_available
-        return pages * self._pool.page_size - seq.num_computed
-
-    def _extend(self, seq: Sequence, count: int) -> bool:
-        """Give a sequence the pages for its next `count` tokens, if there are any."""
-        need = seq.pages_for(seq.num_computed + count, page_size=self._pool.page_size)
-        if need > self._pool.num_available:
-            return False
-        if need:
-            seq.pages += self._pool.take(need)
-        return True
-
-    def _reserve_drafts(self, seq: Sequence, count: int) -> int:
-        """Find pages for drafts to verify and for drafts to make; return how many to verify.
-
-        The draft's own entries go one token less far than what it proposes. The executor proposes
-        as many as the pages hold.
-        """
-        size, end = self._pool.page_size, seq.num_computed + count
-        useful = seq.num_useful if end == len(seq.tokens) else 0
-        ahead = useful + max(seq.num_wanted - 1, 0) if end == len(seq.tokens) else 0
-        missing = seq.pages_for(min(end + ahead, seq.limit), page_size=size)
-        seq.pages += self._pool.take(min(missing, self._pool.num_available))
-        return min(useful, len(seq.pages) * size - end)
-
-    def _trim(self, seq: Sequence) -> None:
-        """Give back the pages behind what is computed."""
-        used = ceil_div(seq.num_computed, self._pool.page_size)
-        if used < len(seq.pages):
-            self._pool.release(seq.pages[used:])
-            seq.pages = seq.pages[:used]
-
-    def _spoil(self, seq: Sequence) -> None:
-        self._pool.forget(seq.pages)
-        seq.num_computed = seq.known = 0
-
     def _start(self, seq: Sequence, matched: tuple[int, ...]) -> None:
-        self._pool.hold(matched)
-        seq.pages, seq.known = matched, len(matched)
-        seq.num_computed = len(matched) * self._pool.page_size
+        self._holdings.begin(seq, matched)
         if seq.num_retractions == 0:
             seq.num_cached = seq.num_computed
         seq.row = heapq.heappop(self._free_rows)
@@ -243,20 +233,17 @@ class Scheduler:
     def _stop(self, seq: Sequence) -> None:
         """Take a running sequence's row and pages; what it computed stays known."""
         assert seq.row is not None
-        self._learn(seq)
-        self._pool.release(seq.pages)
+        self._holdings.learn(seq)
+        if self._flying:
+            self._flying[-1].parked.extend(seq.pages)
+        else:
+            self._pool.release(seq.pages)
         heapq.heappush(self._free_rows, seq.row)
-        seq.row, seq.pages, seq.known, seq.num_computed = None, (), 0, 0
-        seq.drafts = ()
+        seq.stop()
         self.running.remove(seq)
 
-    def _learn(self, seq: Sequence) -> None:
-        if self._plan.prefix_cache:
-            computed = seq.tokens[: seq.num_computed]
-            seq.pages = self._pool.learn(computed, seq.pages, known=seq.known)
-            seq.known = len(computed) // self._pool.page_size
-
     def _retract(self, seq: Sequence) -> None:
+        assert not self._flying, "what is in flight may hold a token that would be lost"
         self._stop(seq)
         self.add(seq)
         seq.num_retractions += 1
@@ -275,8 +262,3 @@ def _phase(chunks: tuple[SeqChunk, ...]) -> Phase:
 
 def _is_decode(chunk: SeqChunk) -> bool:
     return len(chunk.token_ids) == len(chunk.samples) and chunk.scoring is None
-
-
-def _num_wrong(chunk: SeqChunk, outcome: SeqResult) -> int:
-    """Rows that compute nothing of the sequence: all behind the one that drew its last token."""
-    return len(chunk.samples) - len(outcome.token_ids)

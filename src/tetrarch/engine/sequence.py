@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+
+from msgspec import structs
 
 from tetrarch.core.units import ceil_div
 from tetrarch.engine.adaptive import DraftLength
 from tetrarch.engine.request import GenerateRequest
 from tetrarch.executor.step import (
+    FUTURE,
     DraftWork,
     PromptScoring,
     SampleSpec,
     SeqChunk,
+    SeqResult,
     TokenLogprob,
 )
 
@@ -28,7 +31,14 @@ class Sequence:
     Generating is nothing special: every new token makes the sequence one longer than what is
     computed. So a sequence that loses its pages is simply one with more left to compute.
 
+    A step that is in flight has computed nothing yet, but all that follows it may count on that.
+    So the next step begins at `num_launched`, with tokens of which the last may still be unknown.
+
     Attributes:
+        tokens: Those that are known.
+        num_future: Tokens behind these that steps in flight will draw.
+        num_launched: Tokens that will be in the pages when what is in flight has run.
+        reads_outputs: Which token is drawn depends on those before it by more than the logits.
         order: Arrival; the scheduler serves the lowest first.
         limit: Tokens at which the sequence ends, prompt included.
         end_ids: Tokens that end the output.
@@ -53,10 +63,10 @@ class Sequence:
     ) -> None:
         self.request, self.order, self.limit, self.end_ids = request, order, limit, end_ids
         seed = request.sampling.sampling_seed
-        self._seed = random.getrandbits(63) if seed is None else seed
+        seed = random.getrandbits(63) if seed is None else seed
         self.tokens = list(request.prompt_ids)
         self.num_prompt = len(self.tokens)
-        self.num_computed = 0
+        self.num_computed = self.num_launched = self.num_future = 0
         self.row: int | None = None
         self.pages: tuple[int, ...] = ()
         self.known = 0
@@ -66,6 +76,14 @@ class Sequence:
         self.length = length
         self.drafts: tuple[int, ...] = ()
         scores = request.return_logprobs and request.logprob_start >= 0
+        sampling = request.sampling
+        self.reads_outputs = (
+            sampling.repetition_penalty != 1.0
+            or sampling.frequency_penalty != 0.0
+            or sampling.presence_penalty != 0.0
+        )
+        self._ends = tuple(sorted(end_ids))
+        self._spec = _spec(request, seed)
         self._first_score = max(request.logprob_start, 1) if scores else self.num_prompt
 
     @property
@@ -74,9 +92,22 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def size(self) -> int:
+        """Tokens, those included that nobody knows yet."""
+        return len(self.tokens) + self.num_future
+
+    @property
     def num_left(self) -> int:
-        """Tokens not computed yet; 1 while generating."""
-        return len(self.tokens) - self.num_computed
+        """Tokens to launch; 1 while generating, 0 behind the last one that may be drawn."""
+        size = len(self.tokens) + self.num_future
+        if size >= self.limit and self.num_launched >= self.num_prompt:
+            return 0
+        return size - self.num_launched
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether it waits for no token: nothing was to be generated, and all is computed."""
+        return self.num_computed == len(self.tokens)
 
     @property
     def output_ids(self) -> tuple[int, ...]:
@@ -117,18 +148,40 @@ class Sequence:
     def chunk(self, count: int, *, num_drafts: int = 0) -> SeqChunk:
         """Return the next `count` tokens as the executor takes them, and drafts behind them."""
         assert self.row is not None
-        start, end = self.num_computed, self.num_computed + count
-        draws = end == len(self.tokens) < self.limit
+        start, end = self.num_launched, self.num_launched + count
+        draws = end == self.size < self.limit
         drafts = self.drafts[:num_drafts]
+        future = (FUTURE,) if end > len(self.tokens) else ()
         return SeqChunk(
             row=self.row,
-            token_ids=(*self.tokens[start:end], *drafts),
+            token_ids=(*self.tokens[start:end], *future, *drafts),
             start=start,
             pages=self.pages,
             samples=self._samples(drafts) if draws else (),
             scoring=self._scoring(start, end),
             draft=self._work(end),
         )
+
+    def launch(self, chunk: SeqChunk) -> None:
+        """Count a chunk of its own as computed by all that will be launched behind it."""
+        self.num_launched += len(chunk.token_ids)
+        self.num_future += bool(chunk.samples)
+
+    def land(self, chunk: SeqChunk, outcome: SeqResult) -> None:
+        """Note that a chunk has run; what it has drawn is still to be added to `tokens`.
+
+        The rows behind the one that drew the last token, if any, have computed nothing of it.
+        """
+        num_wrong = len(chunk.samples) - len(outcome.token_ids) if chunk.drafts else 0
+        self.num_launched -= num_wrong
+        self.num_computed += len(chunk.token_ids) - num_wrong
+        self.num_future -= bool(chunk.samples)
+        self.drafts = outcome.drafts
+
+    def stop(self) -> None:
+        """Lose row and pages; all tokens are to be computed again."""
+        self.row, self.pages, self.drafts = None, (), ()
+        self.known = self.num_computed = self.num_launched = self.num_future = 0
 
     def _work(self, end: int) -> DraftWork | None:
         if (wanted := self.num_wanted) == 0:
@@ -143,45 +196,26 @@ class Sequence:
         first = self._sample()
         if not drafts:
             return (first,)
-        least, ends = self.request.sampling.min_new_tokens, tuple(sorted(self.end_ids))
+        least = self.request.sampling.min_new_tokens
         return tuple(
-            replace(
+            structs.replace(
                 first,
                 position=first.position + ahead,
-                output_ids=first.output_ids + drafts[:ahead] if self._is_penalized else (),
-                banned_ids=ends if first.position + ahead < least else (),
+                output_ids=first.output_ids + drafts[:ahead] if self.reads_outputs else (),
+                banned_ids=self._ends if first.position + ahead < least else (),
             )
             for ahead in range(len(drafts) + 1)
         )
 
-    @property
-    def _is_penalized(self) -> bool:
-        sampling = self.request.sampling
-        return (
-            sampling.repetition_penalty != 1.0
-            or sampling.frequency_penalty != 0.0
-            or sampling.presence_penalty != 0.0
-        )
-
     def _sample(self) -> SampleSpec:
-        request, sampling = self.request, self.request.sampling
-        early = self.num_outputs < sampling.min_new_tokens
-        return SampleSpec(
-            temperature=0.0 if sampling.temperature < _GREEDY_BELOW else sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            frequency_penalty=sampling.frequency_penalty,
-            presence_penalty=sampling.presence_penalty,
-            repetition_penalty=sampling.repetition_penalty,
-            logit_bias=tuple(sampling.logit_bias.items()),
-            seed=self._seed,
-            position=self.num_outputs,
-            prompt_ids=request.prompt_ids if sampling.repetition_penalty != 1.0 else (),
-            output_ids=self.output_ids if self._is_penalized else (),
-            banned_ids=tuple(sorted(self.end_ids)) if early else (),
-            top_logprobs=request.top_logprobs if request.return_logprobs else -1,
-            logprob_ids=request.logprob_ids if request.return_logprobs else (),
+        position = self.size - self.num_prompt
+        if position >= self.request.sampling.min_new_tokens and not self.reads_outputs:
+            return structs.replace(self._spec, position=position)
+        return structs.replace(
+            self._spec,
+            position=position,
+            output_ids=self.output_ids if self.reads_outputs else (),
+            banned_ids=self._ends if position < self.request.sampling.min_new_tokens else (),
         )
 
     def _scoring(self, start: int, end: int) -> PromptScoring | None:
@@ -196,3 +230,22 @@ class Sequence:
             top_logprobs=self.request.top_logprobs,
             logprob_ids=self.request.logprob_ids,
         )
+
+
+def _spec(request: GenerateRequest, seed: int) -> SampleSpec:
+    """Return how to draw a request's first token, but for bans."""
+    sampling = request.sampling
+    return SampleSpec(
+        temperature=0.0 if sampling.temperature < _GREEDY_BELOW else sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=tuple(sampling.logit_bias.items()),
+        seed=seed,
+        prompt_ids=request.prompt_ids if sampling.repetition_penalty != 1.0 else (),
+        top_logprobs=request.top_logprobs if request.return_logprobs else -1,
+        logprob_ids=request.logprob_ids if request.return_logprobs else (),
+    )

@@ -12,7 +12,7 @@ from typing import Any, cast
 import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tetrarch.config.files import is_file
+from tetrarch.config.files import TOKENIZER_CONFIG, is_file
 from tetrarch.core.errors import CheckpointError, ConfigError, RequestError
 from tetrarch.engine.conversation import template_messages
 
@@ -20,7 +20,6 @@ __all__ = ["Tokenizer", "load_tokenizer"]
 
 _INCOMPLETE = "\ufffd"  # what decoders put for bytes that are no character (yet)
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_CONFIG = "tokenizer_config.json"
 # What a template raises over messages that it cannot render.
 _UNRENDERED = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
 _TEMPLATE_WORDS = frozenset(
@@ -39,8 +38,8 @@ def load_tokenizer(path: str, *, chat_template: str | None = None) -> Tokenizer:
         CheckpointError: The folder holds no tokenizer, or a damaged one.
         ConfigError: The template file cannot be read, or is no template.
     """
-    if not is_file(Path(path) / _CONFIG):
-        raise _no_tokenizer(path, f"there is no {_CONFIG}, so its end tokens would be a guess")
+    if not is_file(Path(path) / TOKENIZER_CONFIG):
+        raise _no_tokenizer(path, f"it has no {TOKENIZER_CONFIG}: end tokens would be a guess")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
@@ -62,8 +61,8 @@ def _no_tokenizer(path: str, why: str) -> CheckpointError:
     return CheckpointError(
         f"cannot load a tokenizer from {path}",
         why=why,
-        fix=f"add tokenizer.json and {_CONFIG} to the folder, or download them again, or name "
-        "another one with --tokenizer-path",
+        fix=f"add tokenizer.json and {TOKENIZER_CONFIG} to the folder, or download them again, or "
+        "name another one with --tokenizer-path",
     )
 
 
@@ -97,7 +96,9 @@ def _read_template(path: str) -> str:
 class Tokenizer:
     """Text to ids and back."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    has_text = True  # a server may do without (`engine.textless`)
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._hf: Any = tokenizer
 
     @property

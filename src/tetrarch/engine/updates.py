@@ -27,10 +27,13 @@ from tetrarch.engine.engine import Engine
 from tetrarch.engine.jobs import OneJob, Then
 from tetrarch.engine.messages import ControlReply
 from tetrarch.engine.replies import (
+    Say,
     accepted,
     failed_update,
+    left_out,
     other_update,
     sentence,
+    taken,
     update_summary,
 )
 from tetrarch.executor.updates import DiskUpdate, Received
@@ -49,8 +52,11 @@ class Updates:
     it ends it. No step runs while one is open: some layers are new already.
     """
 
-    def __init__(self, engine: Engine, jobs: OneJob, abort_all: Callable[[], None]) -> None:
-        self._engine, self._jobs, self._abort_all = engine, jobs, abort_all
+    def __init__(
+        self, engine: Engine, jobs: OneJob, *, say: Say, abort_all: Callable[[], None]
+    ) -> None:
+        """Begin; `say` takes what an update has done that no call has ended, under ticket 0."""
+        self._engine, self._jobs, self._say, self._abort_all = engine, jobs, say, abort_all
         self._adoption = Adoption(engine)
         self._store = engine.rank.weights
         self._calls: Calls | None = None
@@ -162,13 +168,10 @@ class Updates:
             return partial(self._repeated, message)
         with self._refusals.counted():
             received = self._store.receive(tensors) if tensors else None
-        return partial(self._take, message, received, len(tensors))
+        return partial(self._take, message, received)
 
     def _take(
-        self,
-        message: UpdateFromTensors | UpdateFromDistributed,
-        received: Received | None,
-        num_tensors: int,
+        self, message: UpdateFromTensors | UpdateFromDistributed, received: Received | None
     ) -> ControlReply:
         if message.abort_all_requests:
             self._abort_all()
@@ -179,9 +182,9 @@ class Updates:
         calls.note(message)
         if message.flush_cache and not calls.is_explicit:
             return self._finish(message.ticket)
-        return accepted(
+        return taken(
             message.ticket,
-            f"took {num_tensors} tensors; the update goes on",
+            received,
             is_open=self.is_open,
             unfinished=self._store.unfinished()[:_SHOWN],
             num_paused_requests=self._adoption.num_held,
@@ -241,7 +244,7 @@ class Updates:
         if lacking := self._store.unfinished():
             return f"an update lacks {'; '.join(lacking[:_SHOWN])}"
         try:
-            self._finish(0)
+            self._say([self._finish(0)])
         except TetrarchError as error:  # the state of the weights says what to do with the request
             _log.error("an update could not be ended: %s", sentence(error))
         return ""
@@ -285,7 +288,8 @@ class Updates:
     def _commit(self, message: UpdateFromDisk, update: DiskUpdate) -> ControlReply:
         if message.dry_run:
             text = f"{message.path} can be loaded; nothing was written"
-            return accepted(message.ticket, text, atomic=update.atomic, **self._adoption.names)
+            facts = {"atomic": update.atomic, "warnings": left_out(update.placements.unused)}
+            return accepted(message.ticket, text, **facts, **self._adoption.names)
         if message.abort_all_requests:
             self._abort_all()
         self._calls = None

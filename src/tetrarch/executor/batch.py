@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step → ForwardBatch: the host's integers, laid out once as the tensors a forward reads.
 
-Everything is assembled in numpy and becomes one tensor per field: at 16 decoding sequences this
-takes about 0.1 ms, where sixteen small torch operations would take longer than a decode layer.
+Everything is assembled in numpy, and crosses to the device in one transfer: sixteen small copies
+would take longer than a decode layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from tetrarch.attention.types import AttentionInputs
 from tetrarch.config.plan import TokenBudget
 from tetrarch.core.errors import CapacityExceeded
 from tetrarch.core.units import ceil_div
-from tetrarch.executor.step import SeqChunk, Step
+from tetrarch.executor.rows import RowMemory
+from tetrarch.executor.step import FUTURE, SeqChunk, Step
+from tetrarch.executor.transfer import upload
 
 __all__ = ["ForwardBatch", "build_batch", "page_table", "place"]
 
@@ -33,17 +35,24 @@ class ForwardBatch:
     positions: Tensor  # (T,) int64
     attn: AttentionInputs
     logits_at: Tensor  # (L,) int64, rows of the batch; drawn ones first, then scored ones
+    drawn: Tensor  # (N,) int64, the executor's row of each one that draws
     num_tokens: int
     rank_tokens: tuple[int, ...]  # tokens of every data-parallel rank
 
 
 def build_batch(
-    step: Step, *, page_size: int, budget: TokenBudget, device: torch.device
+    step: Step, *, page_size: int, budget: TokenBudget, memory: RowMemory
 ) -> ForwardBatch:
-    """Lay out a step's sequences one after the other.
+    """Lay out a step's sequences one after the other; one transfer brings them to the device.
 
     `logits_at` lists the rows that every sequence draws from, in step order, then the scored
     rows of every sequence with `scoring`, in step order.
+
+    Args:
+        step: What to lay out.
+        page_size: Positions in a page.
+        budget: What buffers were sized for.
+        memory: Of the rows, and on the device where the tensors shall be.
 
     Raises:
         CapacityExceeded: The step holds more tokens than the buffers were sized for, or a
@@ -58,21 +67,33 @@ def build_batch(
     seqs = step.seqs
     _check_pages(seqs, page_size)
     q_lens = [len(seq.token_ids) for seq in seqs]
-    positions, attn = place(
-        page_table([seq.pages for seq in seqs]),
+    places = _places(
+        memory.page_table(seqs),
         starts=np.array([seq.start for seq in seqs], np.int64),
         q_lens=q_lens,
         page_size=page_size,
-        device=device,
     )
     token_ids = np.fromiter(
         chain.from_iterable(seq.token_ids for seq in seqs), np.int64, num_tokens
     )
+    ids, logits_at, drawn, unknown, rows, *there = upload(
+        memory.device,
+        token_ids,
+        _logits_at(seqs, list(accumulate(q_lens, initial=0))),
+        np.array([seq.row for seq in seqs for _ in seq.samples], np.int64),
+        np.flatnonzero(token_ids == FUTURE),
+        np.array([seq.row for seq in seqs if seq.token_ids[-1] == FUTURE], np.int64),
+        *places.arrays,
+    )
+    if len(rows):
+        ids[unknown] = memory.last_ids[rows]
+    positions, attn = places.tensors(there)
     return ForwardBatch(
-        token_ids=_tensor(token_ids, device),
+        token_ids=ids,
         positions=positions,
         attn=attn,
-        logits_at=_tensor(_logits_at(seqs, list(accumulate(q_lens, initial=0))), device),
+        logits_at=logits_at,
+        drawn=drawn,
         num_tokens=num_tokens,
         rank_tokens=step.rank_tokens,
     )
@@ -103,24 +124,59 @@ def place(
         page_size: Positions in a page.
         device: Where the tensors shall be.
     """
+    places = _places(table, starts=starts, q_lens=q_lens, page_size=page_size)
+    return places.tensors(upload(device, *places.arrays))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Places:
+    """The fields of positions and `AttentionInputs`, on the host."""
+
+    positions: NDArray[np.int64]
+    write_at: NDArray[np.int64]
+    cu_seqlens_q: NDArray[np.int32]
+    kv_lens: NDArray[np.int32]
+    page_table: NDArray[np.int32]
+    q_lens: tuple[int, ...]
+
+    @property
+    def arrays(self) -> tuple[NDArray[np.int64] | NDArray[np.int32], ...]:
+        """What the device needs."""
+        return self.positions, self.write_at, self.cu_seqlens_q, self.kv_lens, self.page_table
+
+    def tensors(self, there: Sequence[Tensor]) -> tuple[Tensor, AttentionInputs]:
+        """Return the positions and the rest, of the arrays once they are on the device."""
+        positions, write_at, cu_seqlens_q, kv_lens, table = there
+        return positions, AttentionInputs(
+            write_at=write_at,
+            cu_seqlens_q=cu_seqlens_q,
+            kv_lens=kv_lens,
+            page_table=table,
+            q_lens=self.q_lens,
+            kv_lens_host=tuple(self.kv_lens.tolist()),
+        )
+
+
+def _places(
+    table: NDArray[np.int32],
+    *,
+    starts: NDArray[np.int64],
+    q_lens: Sequence[int],
+    page_size: int,
+) -> _Places:
     cu_seqlens = np.zeros(len(q_lens) + 1, np.int32)
     np.cumsum(q_lens, out=cu_seqlens[1:])
     kv_lens = starts + np.array(q_lens, np.int64)
     positions = np.arange(cu_seqlens[-1]) + np.repeat(starts - cu_seqlens[:-1], q_lens)
     pages = table[np.repeat(np.arange(len(q_lens)), q_lens), positions // page_size]
-    write_at = pages.astype(np.int64) * page_size + positions % page_size
-    return _tensor(positions, device), AttentionInputs(
-        write_at=_tensor(write_at, device),
-        cu_seqlens_q=_tensor(cu_seqlens, device),
-        kv_lens=_tensor(kv_lens.astype(np.int32), device),
-        page_table=_tensor(table, device),
+    return _Places(
+        positions=positions,
+        write_at=pages.astype(np.int64) * page_size + positions % page_size,
+        cu_seqlens_q=cu_seqlens,
+        kv_lens=kv_lens.astype(np.int32),
+        page_table=table,
         q_lens=tuple(q_lens),
-        kv_lens_host=tuple(kv_lens.tolist()),
     )
-
-
-def _tensor(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device)
 
 
 def _check_pages(seqs: Sequence[SeqChunk], page_size: int) -> None:

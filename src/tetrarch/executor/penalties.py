@@ -7,13 +7,15 @@ penalties, then bias, then bans. Only the touched entries are read and written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tetrarch.executor.step import SampleSpec
+from tetrarch.executor.transfer import upload
 
 __all__ = ["edit_logits"]
 
@@ -43,11 +45,13 @@ def edit_logits(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     if penalised:
         _penalise_(edited, penalised)
     if biased:
-        at = _entries(edited, ((row, [i for i, _ in spec.logit_bias]) for row, spec in biased))
         amounts = [bias for _, spec in biased for _, bias in spec.logit_bias]
-        edited[at] += torch.tensor(amounts, dtype=torch.float32, device=edited.device)
+        at = [(row, [i for i, _ in spec.logit_bias]) for row, spec in biased]
+        rows, ids, amounts = _entries(edited, at, np.array(amounts, np.float32))
+        edited[rows, ids] += amounts
     if banned:
-        edited[_entries(edited, ((row, spec.banned_ids) for row, spec in banned))] = -torch.inf
+        at = [(row, spec.banned_ids) for row, spec in banned]
+        edited[_entries(edited, at)] = -torch.inf
     return edited
 
 
@@ -72,17 +76,20 @@ def _penalise_(logits: Tensor, rows: Sequence[tuple[int, SampleSpec]]) -> None:
         factors.append(
             np.stack((np.full(len(ids), max(spec.repetition_penalty, _LEAST_FACTOR)), lost))
         )
-    at = _entries(logits, seen)
-    repetition, lost = torch.from_numpy(np.concatenate(factors, axis=1)).to(logits)
-    values = logits[at]
-    logits[at] = torch.where(values > 0, values / repetition, values * repetition) - lost
+    changes = np.concatenate(factors, axis=1).astype(np.float32)
+    at_rows, ids, changes = _entries(logits, seen, changes)
+    repetition, lost = changes
+    values = logits[at_rows, ids]
+    edited = torch.where(values > 0, values / repetition, values * repetition) - lost
+    logits[at_rows, ids] = edited
 
 
 def _entries(
-    logits: Tensor, rows: Iterable[tuple[int, Sequence[int] | np.ndarray]]
-) -> tuple[Tensor, Tensor]:
-    """Return (row, id) index tensors."""
-    pairs = [(row, np.asarray(ids, np.int64)) for row, ids in rows]
-    at = np.repeat([row for row, _ in pairs], [len(ids) for _, ids in pairs])
-    ids = np.concatenate([ids for _, ids in pairs])
-    return torch.from_numpy(at).to(logits.device), torch.from_numpy(ids).to(logits.device)
+    logits: Tensor,
+    rows: Sequence[tuple[int, Sequence[int] | NDArray[np.int64]]],
+    *further: NDArray[np.float32],
+) -> tuple[Tensor, ...]:
+    """Return the index tensors (row, id) of entries, and what else goes to the device with them."""
+    at = np.repeat(np.array([row for row, _ in rows], np.int64), [len(ids) for _, ids in rows])
+    ids = np.concatenate([np.asarray(ids, np.int64) for _, ids in rows])
+    return upload(logits.device, at, ids, *further)

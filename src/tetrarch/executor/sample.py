@@ -16,20 +16,22 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tetrarch.executor.penalties import edit_logits
 from tetrarch.executor.step import SampleSpec
+from tetrarch.executor.transfer import upload
 
-__all__ = ["sample", "uniform"]
+__all__ = ["sample", "uniforms"]
 
 _GREEDY_BELOW = 1e-6  # SGLang's bound: a smaller temperature means 0
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[int | None]:
-    """Choose a token for each row.
+def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
+    """Choose a token for each row, on the device: nobody waits for it here.
 
     Greedy rows (temperature below 1e-6, or top-k 1) take the largest logit, the lowest id among
     equals. All arithmetic is FP32.
@@ -39,8 +41,8 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[int | None]:
         specs: One per row.
 
     Returns:
-        One id per row; `None` where the logits held NaN or +Inf, or no token may be drawn. Such a
-        row does not disturb the others. -Inf is a token that is never drawn.
+        (N,) int64, one id per row; -1 where the logits held NaN or +Inf, or no token may be drawn.
+        Such a row does not disturb the others. -Inf is a token that is never drawn.
     """
     raw = logits.float()
     edited = edit_logits(raw, specs)
@@ -50,27 +52,30 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[int | None]:
         usable &= raw.amax(dim=-1).isfinite()
     drawn = [row for row, spec in enumerate(specs) if not _is_greedy(spec)]
     if drawn:
-        rows = torch.tensor(drawn, device=logits.device)
-        shifted = edited[rows] - best[rows, None]  # at most 0: no temperature can overflow it
-        ids[rows] = _draw(shifted, [specs[row] for row in drawn])
-    return [None if i < 0 else i for i in ids.masked_fill(~usable, -1).tolist()]
+        _draw_(ids, edited, best, [(row, specs[row]) for row in drawn])
+    return ids.masked_fill(~usable, -1)
 
 
-def uniform(seed: int, position: int) -> float:
-    """Return the number in [0, 1) that decides one draw, a multiple of 2^-24.
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float32]:
+    """Return the numbers in [0, 1) that decide draws, multiples of 2^-24: (N,).
 
     The seed is hashed before the position is added, so that neighbouring seeds do not share a
     stream.
 
     Source: splitmix64, Steele, Lea and Flood, OOPSLA 2014.
     """
-    return (_mix(_mix(seed & _MASK) + (position + 1) * _GOLDEN & _MASK) >> 40) * 2.0**-24
+    streams = _mix(np.array([seed & _MASK for seed in seeds], np.uint64))
+    steps = np.array(positions, np.uint64) + np.uint64(1)
+    return (_mix(streams + steps * _GOLDEN) >> np.uint64(40)).astype(np.float32) * np.float32(
+        2.0**-24
+    )
 
 
-def _mix(state: int) -> int:
-    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
-    return state ^ (state >> 31)
+def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Hash modulo 2^64, as NumPy's arrays multiply."""
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
 
 
 def _is_greedy(spec: SampleSpec) -> bool:
@@ -81,20 +86,39 @@ def _is_filtered(spec: SampleSpec) -> bool:
     return spec.top_k > 0 or spec.top_p < 1.0 or spec.min_p > 0.0
 
 
-def _draw(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
-    """Draw from softmax(logits / temperature) after each row's filters: (N, V) -> (N,)."""
+def _draw_(
+    ids: Tensor, logits: Tensor, best: Tensor, chosen: Sequence[tuple[int, SampleSpec]]
+) -> None:
+    """Draw some rows of `ids` (N,) from softmax(logits / temperature) after each one's filters.
 
-    def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
-
-    probs = (logits / column([spec.temperature for spec in specs])).softmax(dim=-1)
-    filtered = [row for row, spec in enumerate(specs) if _is_filtered(spec)]
+    Args:
+        ids: Written where a row is chosen.
+        logits: (N, V) fp32.
+        best: (N,), the largest of each row.
+        chosen: Rows, ascending, and how to draw them.
+    """
+    specs = [spec for _, spec in chosen]
+    filtered = [index for index, spec in enumerate(specs) if _is_filtered(spec)]
+    limits = [_limits(specs[index], logits.shape[-1]) for index in filtered]
+    rows, temperatures, points, some, bounds = upload(
+        logits.device,
+        np.array([row for row, _ in chosen], np.int64),
+        np.array([[spec.temperature] for spec in specs], np.float32),
+        uniforms([spec.seed for spec in specs], [spec.position for spec in specs])[:, None],
+        np.array(filtered, np.int64),
+        np.array(limits, np.float32).reshape(len(filtered), 3),
+    )
+    shifted = logits[rows] - best[rows, None]  # at most 0: no temperature can overflow it
+    probs = (shifted / temperatures).softmax(dim=-1)
     if filtered:
-        rows = torch.tensor(filtered, device=logits.device)
-        some = probs[rows]
-        least = _least_kept(some, [specs[row] for row in filtered])
-        probs[rows] = some.where(some >= least, 0.0)
-    return _invert(probs, column([uniform(spec.seed, spec.position) for spec in specs]))
+        kept = probs[some]
+        probs[some] = kept.where(kept >= _least_kept(kept, bounds), 0.0)
+    ids[rows] = _invert(probs, points)
+
+
+def _limits(spec: SampleSpec, vocab_size: int) -> tuple[float, float, float]:
+    top_k = min(spec.top_k, vocab_size) if spec.top_k > 0 else vocab_size
+    return top_k, spec.top_p, spec.min_p
 
 
 def _invert(weights: Tensor, points: Tensor) -> Tensor:
@@ -108,21 +132,14 @@ def _invert(weights: Tensor, points: Tensor) -> Tensor:
     return index[:, 0].clamp(max=weights.shape[-1] - 1)
 
 
-def _least_kept(probs: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
-    """Return the smallest probability that passes top-k, top-p and min-p: (N, V) -> (N, 1).
+def _least_kept(probs: Tensor, bounds: Tensor) -> Tensor:
+    """Return the smallest probability that passes (N, 3) top-k, top-p, min-p: (N, V) -> (N, 1).
 
     Top-p keeps the shortest run of best tokens that holds `top_p` of what top-k left, and at
     least one. Tokens exactly as likely as the last one kept are kept too, so that a vocabulary's
     order decides nothing.
     """
     vocab_size = probs.shape[-1]
-    bounds = torch.tensor(
-        [
-            (min(spec.top_k, vocab_size) if spec.top_k > 0 else vocab_size, spec.top_p, spec.min_p)
-            for spec in specs
-        ],
-        device=probs.device,
-    )
     top_k, top_p, min_p = bounds.split(1, dim=1)
     best = _descending(probs)
     mass = best.cumsum(dim=-1)

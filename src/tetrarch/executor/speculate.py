@@ -20,6 +20,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -125,7 +126,9 @@ def with_drafts(
             proposals[reader.index].append(next(guesses))
     return StepResult(
         tuple(
-            replace(outcome, drafts=tuple(proposals[index])) if index in proposals else outcome
+            structs.replace(outcome, drafts=tuple(proposals[index]))
+            if index in proposals
+            else outcome
             for index, outcome in enumerate(result.seqs)
         )
     )

@@ -2,16 +2,22 @@
 """A step in, a result out: plain host data between the scheduler and the device side.
 
 The executor does not know requests. Everything here pickles, so that the same step can be sent
-to other ranks.
+to other ranks. Structs and not dataclasses, for a step makes hundreds: a frozen dataclass of seven
+fields takes forty times as long to make.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final, Protocol
+
+import msgspec
 
 __all__ = [
+    "FUTURE",
+    "Done",
     "DraftWork",
+    "Pending",
     "Phase",
     "PromptScoring",
     "SampleSpec",
@@ -23,6 +29,11 @@ __all__ = [
 ]
 
 
+FUTURE: Final = -1
+"""A chunk's last token id where the host does not know it yet: what the step launched before drew
+for the same row."""
+
+
 class Phase(StrEnum):
     """What the step is, for graph choice; a prefill step may carry decodes."""
 
@@ -32,8 +43,7 @@ class Phase(StrEnum):
     IDLE = "idle"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleSpec:
+class SampleSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How to draw one token.
 
     Attributes:
@@ -65,8 +75,7 @@ class SampleSpec:
     logprob_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptScoring:
+class PromptScoring(msgspec.Struct, frozen=True, kw_only=True):
     """Logprobs of prompt tokens that this chunk predicts.
 
     Row `first + i` of the chunk predicts `targets[i]`.
@@ -78,8 +87,7 @@ class PromptScoring:
     logprob_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftWork:
+class DraftWork(msgspec.Struct, frozen=True, kw_only=True):
     """What the draft does for one sequence once its tokens are drawn.
 
     It always reads along: it computes its own keys and values for the rows of the chunk, so that
@@ -94,13 +102,13 @@ class DraftWork:
     num_drafts: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeqChunk:
+class SeqChunk(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens of one sequence that this step computes.
 
     Attributes:
         row: Stable index of the sequence among the running ones.
         token_ids: New tokens, at positions `start`, `start + 1`, …; drafts to verify come last.
+            The last one may be `FUTURE`.
         start: Number of tokens of the sequence already in the KV pool.
         pages: Page ids that hold positions 0 to `start + len(token_ids) - 1`, in order, and those
             that the draft writes beyond.
@@ -122,11 +130,12 @@ class SeqChunk:
     @property
     def drafts(self) -> tuple[int, ...]:
         """The tokens to verify."""
-        return self.token_ids[len(self.token_ids) - len(self.samples) + 1 :] if self.samples else ()
+        if len(self.samples) < 2:
+            return ()
+        return self.token_ids[1 - len(self.samples) :]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(msgspec.Struct, frozen=True, kw_only=True):
     """One forward of one rank."""
 
     phase: Phase
@@ -139,8 +148,7 @@ class Step:
         return sum(len(seq.token_ids) for seq in self.seqs)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(msgspec.Struct, frozen=True):
     """The log-probability of a token, and of others in its place."""
 
     token_id: int
@@ -149,8 +157,7 @@ class TokenLogprob:
     picked: tuple[tuple[int, float], ...] = ()  # (id, logprob), in the order asked
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeqResult:
+class SeqResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one sequence of the step yields, in step order.
 
     Attributes:
@@ -169,8 +176,25 @@ class SeqResult:
     drafts: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True):
     """The results of one step, sequence by sequence."""
 
-    seqs: tuple[SeqResult, ...] = field(default=())
+    seqs: tuple[SeqResult, ...] = ()
+
+
+class Pending(Protocol):
+    """A step that has been launched."""
+
+    def wait(self) -> StepResult:
+        """Return what it yields, once that is known; to be called once, in order of launch."""
+        ...
+
+
+class Done(msgspec.Struct, frozen=True):
+    """A step whose result is known: the `Pending` of one that nobody need wait for."""
+
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        """Return the result."""
+        return self.result

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -11,7 +12,7 @@ from tetrarch.core.errors import CheckpointError, ConfigError
 from tetrarch.core.units import format_bytes
 from tetrarch.memory.journal import Journal
 from tetrarch.models.placement import Placements
-from tetrarch.models.report import LoadReport
+from tetrarch.models.report import LoadReport, Unused
 from tetrarch.models.sources import Source
 from tetrarch.models.update import LiveUpdate, Pieces
 
@@ -65,7 +66,8 @@ class UpdateReport:
 
     Attributes:
         atomic: It could have been undone.
-        num_tensors, num_bytes: Read or received, as stored.
+        num_tensors, num_bytes: Read or received, as stored, without those that were left out.
+        unused: Names of these, by kind.
         seconds: From the first write to the last, planning left out.
         load: Of an update from disk.
     """
@@ -74,6 +76,7 @@ class UpdateReport:
     num_tensors: int
     num_bytes: int
     seconds: float
+    unused: Mapping[Unused, tuple[str, ...]]
     load: LoadReport | None = None
 
 
@@ -101,6 +104,7 @@ class Session:
             num_tensors=self.update.num_tensors,
             num_bytes=self.update.num_bytes,
             seconds=self.age_s,
+            unused=self.update.unused,
         )
 
 

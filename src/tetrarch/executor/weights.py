@@ -30,10 +30,9 @@ from tetrarch.executor.updates import (
 from tetrarch.memory.checksum import digest
 from tetrarch.memory.journal import Journal
 from tetrarch.models.build import Model
-from tetrarch.models.load import fill, load_weights
+from tetrarch.models.load import fill, first_load
 from tetrarch.models.readback import checksums, read_back
 from tetrarch.models.report import LoadReport
-from tetrarch.models.sources import open_checkpoint
 from tetrarch.models.update import LiveUpdate
 from tetrarch.models.writer import WeightWriter
 
@@ -64,6 +63,7 @@ class WeightStore:
         self._planner = Planner(model, plan)
         self.state = self._before = WeightsState.NOT_LOADED
         self.path = plan.model.path
+        self.verify: Callable[[], None] = lambda: None  # called after every update; may refuse it
 
     @property
     def num_bytes(self) -> int:
@@ -77,9 +77,7 @@ class WeightStore:
         Raises:
             CheckpointError: It does not fit the model, or holds what cannot be weights.
         """
-        source, quant = open_checkpoint(self._plan, self.path), self._plan.quant
-        placed = self._planner.place(source)
-        report = load_weights(self._model, source, plan=quant, progress=progress, placements=placed)
+        report = first_load(self._model, self._plan, progress, place=self._planner.place)
         self.state = WeightsState.READY
         return report
 
@@ -110,6 +108,7 @@ class WeightStore:
         writer = WeightWriter(self._model, self._plan.quant, journal, digests=True)
         try:
             load = fill(writer, update.source, update.placements, progress=progress or NoProgress())
+            self.verify()
         except Exception as error:
             raise self._failed(journal, error) from error
         self.state, self.path = WeightsState.READY, update.path
@@ -118,6 +117,7 @@ class WeightStore:
             num_tensors=load.num_tensors,
             num_bytes=load.num_bytes,
             seconds=load.seconds,
+            unused=load.unused,
             load=load,
         )
 
@@ -148,8 +148,7 @@ class WeightStore:
     def select(self, tensors: Mapping[str, Tensor], *selectors: str) -> dict[str, Tensor]:
         """Return the tensors that all of these let through: `all`, `target`, `draft`."""
         is_draft = self._model.names.is_draft
-        wanted = {"draft": True, "target": False}
-        only = {wanted[selector] for selector in selectors if selector in wanted}
+        only = {selector == "draft" for selector in selectors if selector != "all"}
         return {name: value for name, value in tensors.items() if only <= {is_draft(name)}}
 
     def holds(self, tensors: Mapping[str, Tensor]) -> bool:
@@ -214,6 +213,7 @@ class WeightStore:
         self._session = None
         try:
             session.update.check_finished(full=self._needs_all)
+            self.verify()
         except Exception as error:
             raise self._failed(session.journal, error) from error
         self.state, self._done = WeightsState.READY, session.update.digests

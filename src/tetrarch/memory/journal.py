@@ -40,8 +40,8 @@ class Journal:
         return sum(old.nbytes for _, old in self._old.values())
 
     @torch.no_grad()
-    def write(self, table: SlotTable, name: str, value: Tensor) -> None:
-        """Copy `value` into a slot, after keeping what was there.
+    def write(self, table: SlotTable, name: str, value: Tensor, rows: slice | None = None) -> None:
+        """Copy `value` into a slot, or into some of its rows, after keeping what was in all of it.
 
         Raises:
             AddressChanged: The slot cannot hold it; nothing was written.
@@ -50,7 +50,7 @@ class Journal:
         if self.keeps and (key := (id(table), name)) not in self._old:
             self._old[key] = ((table, name), _host_copy(table[name]))
         self._num_writes += 1
-        table.write_(name, value)
+        table.write_(name, value, rows)
 
     def undo(self) -> None:
         """Write everything back, the last first.

@@ -50,32 +50,61 @@ class SlotTable(Mapping[str, Tensor]):
             AddressChanged: The table is frozen, or the name is taken.
             MemoryRefused: The arena has no more memory.
         """
+        self._require_free(name)
+        return self._keep(name, spec, self._empty(spec))
+
+    def allocate_rows(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Create tensors one after another in memory, so that they are the rows of one tensor.
+
+        Args:
+            specs: Alike but for the first dimension.
+
+        Raises:
+            AddressChanged, MemoryRefused: As `allocate`.
+        """
+        for name in specs:
+            self._require_free(name)
+        sizes = [spec.shape[0] for spec in specs.values()]
+        some = next(iter(specs.values()))
+        whole = self._empty(replace(some, shape=(sum(sizes), *some.shape[1:])))
+        for (name, spec), rows in zip(specs.items(), whole.split(sizes), strict=True):
+            self._keep(name, spec, rows)
+
+    def _require_free(self, name: str) -> None:
         if self._frozen or name in self._tensors:
             raise AddressChanged(
                 f"cannot allocate {name!r}",
                 why="the table is frozen" if self._frozen else "the name is taken",
                 fix="declare the buffer in the runner's weight_specs or scratch_specs",
             )
+
+    def _empty(self, spec: TensorSpec) -> Tensor:
         with torch.inference_mode(mode=False):  # inference tensors reject in-place writes later
-            tensor = spec.empty() if self._arena is None else self._arena.empty(spec)
+            return spec.empty() if self._arena is None else self._arena.empty(spec)
+
+    def _keep(self, name: str, spec: TensorSpec, tensor: Tensor) -> Tensor:
         # "cuda" becomes "cuda:0" once there is a tensor; later writes are compared with that.
         self._tensors[name], self._specs[name] = tensor, replace(spec, device=tensor.device)
         return tensor
 
     @torch.no_grad()
-    def write_(self, name: str, value: Tensor) -> None:
-        """Copy `value` into the slot.
+    def write_(self, name: str, value: Tensor, rows: slice | None = None) -> None:
+        """Copy `value` into the slot, or into some rows of its first axis.
 
         Raises:
             AddressChanged: `value` differs in shape, dtype or device; a copy cannot hold it.
         """
-        if (how := self._specs[name].mismatch(value)) is not None:
+        spec, slot = self._specs[name], self._tensors[name]
+        if rows is not None:
+            slot = slot[rows]
+            spec = replace(spec, shape=tuple(slot.shape))
+        if (how := spec.mismatch(value)) is not None:
             raise AddressChanged(
                 f"cannot write {name!r}",
                 why=f"{how}, and captured graphs hold the old address",
                 fix="restart the server; a reload must keep every shape",
             )
-        self._tensors[name].copy_(value)
+        slot.copy_(value)
 
     def freeze(self) -> None:
         """Forbid new slots. Called once, just before the first capture."""

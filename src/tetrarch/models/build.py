@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from tetrarch.attention.backends import REFERENCE, ROW_INVARIANT
+from tetrarch.attention.backends import AttentionBackend
+from tetrarch.attention.build import build_attention
 from tetrarch.attention.layer import CONTEXT, LatentTap, PagedAttention
 from tetrarch.attention.pool import KVPool
 from tetrarch.attention.types import AttentionInputs, AttentionSite
@@ -25,9 +27,10 @@ from tetrarch.models.draft import DraftHead, draft_of
 from tetrarch.models.materialise import materialise, shorten_lookups
 from tetrarch.models.names import NamePlan
 from tetrarch.models.norms import fuse_norms
-from tetrarch.models.onednn import FEW_ROWS, is_small, without_onednn
+from tetrarch.models.onednn import FEW_ROWS, is_small, product, without_onednn
 from tetrarch.models.row_invariant import RowInvariant
 from tetrarch.models.skeleton import ExpertSite, Skeleton, read_skeleton, swap_module
+from tetrarch.models.surgery import join_products
 from tetrarch.moe.build import build_layer
 from tetrarch.moe.layer import MoELayer
 from tetrarch.moe.types import ExpertSpec
@@ -58,6 +61,7 @@ class Model:
         experts: Path of each expert module to the layer that replaced it.
         ignored: Those of them that run unquantized, by `--fp4-ignored-layers`.
         sites: The attention layers, in the order of the KV pool.
+        attention: Who computes them.
         weights: Every other parameter and persistent buffer, under its Hugging Face name; the
             model's parameters share this storage, whose address never changes.
         scratch: Buffers that the expert layers share.
@@ -72,12 +76,18 @@ class Model:
     experts: Mapping[str, MoELayer]
     ignored: frozenset[str]
     sites: tuple[AttentionSite, ...]
+    attention: AttentionBackend
     weights: SlotTable
     scratch: SlotTable
     dtype: torch.dtype
     device: torch.device
     vocab_size: int
     deterministic: bool
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states."""
+        return self.hf.config.get_text_config().hidden_size
 
     @cached_property
     def draft(self) -> DraftHead | None:
@@ -171,8 +181,7 @@ class Model:
     def _arguments(self, positions: Tensor, attn: AttentionInputs, pool: KVPool) -> dict[str, Any]:
         """Return what every layer is given."""
         tap = LatentTap() if self._is_latent else None
-        backend = ROW_INVARIANT if self.deterministic else REFERENCE
-        context = PagedAttention(attn, pool, sites=self._site_of, tap=tap, backend=backend)
+        context = PagedAttention(attn, pool, sites=self._site_of, tap=tap, backend=self.attention)
         given: dict[str, Any] = dict(position_ids=positions[None], past_key_values=tap)
         return {**given, "use_cache": False, CONTEXT: context}
 
@@ -228,6 +237,10 @@ def build_model(
             arena=arena,
         )
         swap_module(skeleton.model, site.path, layers[site.path])
+    is_plain = (
+        device.type != "cpu" or plan.deterministic
+    )  # rows must not decide how one is computed
+    join_products(skeleton.model, F.linear if is_plain else product)
     weights = materialise(skeleton.model, SlotTable(arena), dtype=dtype, device=device)
     shorten_lookups(skeleton.model)
     return Model(
@@ -236,6 +249,7 @@ def build_model(
         experts=layers,
         ignored=ignored,
         sites=skeleton.attention,
+        attention=build_attention(skeleton.attention, plan, device=device, scratch=scratch),
         weights=weights,
         scratch=scratch,
         dtype=dtype,

@@ -21,6 +21,7 @@ class Fault(StrEnum):
     HALF_PAIRED = "half-paired"
     HALF_COMPLETE = "half-complete"
     NOT_SENT = "not sent"
+    LEFT_OUT = "left out, and nothing else was sent"
     REFUSED = "refused"
     WRONG_TYPE = "of a wrong type"
     TWICE = "given twice"
@@ -33,7 +34,9 @@ _FIX = {
     Fault.HALF_PAIRED: "export the checkpoint again, with every weight and all of its scales",
     Fault.HALF_COMPLETE: "send the tensors that are missing, and end the update after them",
     Fault.NOT_SENT: "send every tensor of the model: what it holds now is good for nothing",
-    Fault.REFUSED: "convert the experts to BF16, FP8 (E4M3, per tensor or 128x128) or NVFP4",
+    Fault.LEFT_OUT: "send tensors that this server holds; a draft's under --speculative-algorithm",
+    Fault.REFUSED: "convert these weights to BF16, FP16, FP32, FP8 (E4M3, per tensor or 128x128) "
+    "or NVFP4",
     Fault.WRONG_TYPE: "store plain weights as BF16, FP16 or FP32",
     Fault.TWICE: "keep one of the two",
 }

@@ -8,25 +8,53 @@ loading needs the finished model, one packed layer and one expert's raw matrices
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
-from tetrarch.config.plan import QuantPlan
+from tetrarch.config.plan import Plan, QuantPlan
 from tetrarch.core.progress import Progress
 from tetrarch.memory.journal import Journal
 from tetrarch.models.build import Model
 from tetrarch.models.destinations import DenseDestination
+from tetrarch.models.dummy import make_weights
 from tetrarch.models.faults import Fault, Faults
 from tetrarch.models.formats import QUANTIZED_FORMATS
 from tetrarch.models.parts import PartCollector
 from tetrarch.models.placement import Placements, place
 from tetrarch.models.readback import verify
 from tetrarch.models.report import Decoded, LoadReport
-from tetrarch.models.sources import Source
+from tetrarch.models.sources import Source, open_checkpoint
+from tetrarch.models.tied import check_tied
 from tetrarch.models.writer import WeightWriter
 from tetrarch.numerics.contract import SourceFormat
 
-__all__ = ["fill", "load_weights"]
+__all__ = ["fill", "first_load", "load_weights"]
+
+
+def first_load(
+    model: Model,
+    plan: Plan,
+    progress: Progress,
+    *,
+    place: Callable[[Source], Placements] | None = None,
+) -> LoadReport:
+    """Fill a new model as its plan says: from the plan's checkpoint, or with random numbers.
+
+    Args:
+        model: Built from the plan.
+        plan: Where weights come from, and what the experts are to be.
+        progress: Told how far it has come.
+        place: Instead of `place`, where its results are remembered.
+
+    Raises:
+        CheckpointError: As of `load_weights`, or there are no weights.
+    """
+    if plan.model.load_format == "dummy":
+        return make_weights(model, plan.quant, progress=progress)
+    source = open_checkpoint(plan, plan.model.path)
+    placed = None if place is None else place(source)
+    return load_weights(model, source, plan=plan.quant, progress=progress, placements=placed)
 
 
 def load_weights(
@@ -81,6 +109,7 @@ def fill(
     num_bytes = sum(source.headers[name].num_bytes for name in names)
     to = {one.weight.name: one.to for one in placements.weights}
     collector = PartCollector(one.weight for one in placements.weights)
+    check_tied(writer.model, source, placements)
     progress.start("loading weights", num_bytes, "bytes")
     try:
         for name, tensor in source.read(names):

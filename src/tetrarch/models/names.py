@@ -100,7 +100,7 @@ class NamePlan:
         numbered |= self._has_draft  # another folder may name them so
         self.numbered_drafts = range(first, first + num_drafts * numbered)
         self._last = _path_of_last_layer(model) if self._has_draft else ""
-        self._tied = frozenset(model.all_tied_weights_keys)
+        self._tied: dict[str, str] = dict(model.all_tied_weights_keys)
         self._names = dict.fromkeys(model.state_dict(), True)
         self._stacks = {
             path: _stack(module)
@@ -171,6 +171,10 @@ class NamePlan:
         if name in self._tied:
             return Ignored.TIED
         return None
+
+    def tied_to(self, name: str) -> str:
+        """Return the weight of the model that a tied one is a copy of; empty for any other name."""
+        return self._tied.get(name, "")
 
     def is_draft(self, name: str) -> bool:
         """Whether a checkpoint's tensor belongs to a draft layer, used or not."""

@@ -62,7 +62,8 @@ def assemble(
         weight: What it is.
         parts: All of its parts, anywhere.
         dtype: Of the values of FP8; a plain weight keeps its own.
-        device: Where the result shall be.
+        device: Where the result shall be; a scale that is one number stays
+            where it is.
 
     Returns:
         Values, or an NVFP4 matrix.
@@ -71,31 +72,34 @@ def assemble(
         CheckpointError: A scale is not a positive finite number.
     """
     _check_scales(weight, parts)
-    on = {part: tensor.to(device) for part, tensor in parts.items()}
+
+    def on(part: str) -> Tensor:
+        return parts[part].to(device)
+
+    def number(part: str) -> Tensor:
+        return parts[part].reshape(()).float()
+
     match weight.format:
         case SourceFormat.FP8_BLOCK:
-            scale = on["weight_scale_inv"]
-            return fp8.decode_block(on["weight"], scale, block=FP8_BLOCK, dtype=dtype)
+            scale = on("weight_scale_inv")
+            return fp8.decode_block(on("weight"), scale, block=FP8_BLOCK, dtype=dtype)
         case SourceFormat.FP8_TENSOR:
-            return fp8.decode_tensor(on["weight"], on["weight_scale"], dtype)
+            return fp8.decode_tensor(on("weight"), on("weight_scale"), dtype)
         case SourceFormat.NVFP4_MODELOPT:
+            input_scale = number("input_scale") if "input_scale" in parts else None
             return Nvfp4Matrix(
-                on["weight"],
-                on["weight_scale"],
-                _number(on["weight_scale_2"]),
-                _number(on["input_scale"]) if "input_scale" in on else None,
+                on("weight"), on("weight_scale"), number("weight_scale_2"), input_scale
             )
         case SourceFormat.NVFP4_COMPRESSED:  # its second-level scales encode
+            has_input = "input_global_scale" in parts
             return Nvfp4Matrix(
-                on["weight_packed"],
-                on["weight_scale"],
-                _number(on["weight_global_scale"]).reciprocal(),
-                _number(on["input_global_scale"]).reciprocal()
-                if "input_global_scale" in on
-                else None,
+                on("weight_packed"),
+                on("weight_scale"),
+                number("weight_global_scale").reciprocal(),
+                number("input_global_scale").reciprocal() if has_input else None,
             )
         case _:
-            return on["weight"]
+            return on("weight")
 
 
 def decode(value: Tensor | Nvfp4Matrix, dtype: torch.dtype) -> Tensor:
@@ -105,10 +109,6 @@ def decode(value: Tensor | Nvfp4Matrix, dtype: torch.dtype) -> Tensor:
             value.codes, value.block_scale, global_scale=value.global_scale, dtype=dtype
         )
     return value.to(dtype)
-
-
-def _number(scale: Tensor) -> Tensor:
-    return scale.reshape(()).float()
 
 
 def _check_scales(weight: StoredWeight, parts: Parts) -> None:

@@ -7,7 +7,7 @@ shapes and types is told at once, and a running model stays what it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,7 +26,7 @@ from tetrarch.models.formats import (
     recognise,
     split_part,
 )
-from tetrarch.models.report import Unused
+from tetrarch.models.report import LeftOut, Unused
 from tetrarch.models.sources import Source, TensorHeader, reading_order
 from tetrarch.numerics.contract import Scope, SourceFormat
 
@@ -38,6 +38,7 @@ __all__ = [
     "group",
     "place",
     "place_some",
+    "unused_input_scale",
 ]
 
 Headers = Mapping[str, tuple[str, TensorHeader]]  # of one weight: part → tensor name, header
@@ -76,8 +77,9 @@ def place(model: Model, source: Source, quant: QuantPlan) -> Placements:
         CheckpointError: Tensors are missing, unexpected, mismatched, half-paired, given twice or
             of a refused format; all of them are named at once.
     """
-    survey = _Survey(model, quant, drafts=model.names.draft_layers(source.headers))
-    for name, parts in gently(group(source.headers, survey.drop).items()):
+    left_out = LeftOut()
+    survey = _Survey(model, quant, left_out, drafts=model.names.draft_layers(source.headers))
+    for name, parts in gently(group(source.headers, left_out).items()):
         survey.add(name, parts)
     return survey.finish(source.name)
 
@@ -97,14 +99,20 @@ class Placer:
 
     def place(self, source: Source) -> Placements:
         """Do as `place`, and raise as it does."""
-        kinds = {name: (header.shape, header.dtype) for name, header in source.headers.items()}
+        listed = gently(source.headers.items())
+        kinds = {name: (header.shape, header.dtype) for name, header in listed}
         if self._last is None or self._last[0] != kinds:
             self._last = kinds, place(self._model, source, self._quant)
         return self._last[1]
 
 
 def place_some(
-    model: Model, weights: Mapping[str, Headers], quant: QuantPlan, *, source: str
+    model: Model,
+    weights: Mapping[str, Headers],
+    quant: QuantPlan,
+    *,
+    left_out: LeftOut,
+    source: str,
 ) -> tuple[Placements, dict[str, str]]:
     """Place those weights of an update that are whole.
 
@@ -112,6 +120,7 @@ def place_some(
         model: As for `place`.
         weights: Weight → what has come of it (`group`).
         quant: As for `place`.
+        left_out: What went nowhere while they were grouped; takes the rest.
         source: What errors call it.
 
     Returns:
@@ -121,7 +130,7 @@ def place_some(
         CheckpointError: Weights are unexpected, mismatched, given twice or of a refused format.
     """
     # The tensor that shows a draft layer may be in another call.
-    survey = _Survey(model, quant, drafts=model.names.numbered_drafts)
+    survey = _Survey(model, quant, left_out, drafts=model.names.numbered_drafts)
     waiting: dict[str, str] = {}
     for name, parts in gently(weights.items()):
         if (lacking := survey.lacking(name, parts)) is None:
@@ -131,26 +140,30 @@ def place_some(
     return survey.finish_some(source), waiting
 
 
-def group(
-    headers: Mapping[str, TensorHeader], drop: Callable[[Unused, str], None] | None = None
-) -> dict[str, Headers]:
+def group(headers: Mapping[str, TensorHeader], left_out: LeftOut) -> dict[str, Headers]:
     """Gather the parts of each weight; the scales of a KV cache belong to none: they drop."""
     weights: dict[str, dict[str, tuple[str, TensorHeader]]] = {}
     for tensor, header in gently(headers.items()):
         if tensor.endswith((".k_scale", ".v_scale")):
-            if drop is not None:
-                drop(Unused.KV_SCALE, tensor)
+            left_out.drop(Unused.KV_SCALE, tensor)
             continue
         name, part = split_part(tensor)
         weights.setdefault(name, {})[part] = (tensor, header)
     return dict(weights)
 
 
+def unused_input_scale(form: SourceFormat) -> Unused:
+    """Return as what the input scale of a weight of this format is left out."""
+    return Unused.NVFP4_INPUT_SCALE if form in NVFP4_FORMATS else Unused.FP8_INPUT_SCALE
+
+
 class _Survey:
     """What has been seen of a checkpoint so far."""
 
-    def __init__(self, model: Model, quant: QuantPlan, *, drafts: Collection[int]) -> None:
-        self._model, self._drafts = model, drafts
+    def __init__(
+        self, model: Model, quant: QuantPlan, left_out: LeftOut, *, drafts: Collection[int]
+    ) -> None:
+        self._model, self._left_out, self._drafts = model, left_out, drafts
         contracts = {
             path: quant.at(path).contract for path in model.experts if path not in model.ignored
         }
@@ -162,18 +175,13 @@ class _Survey:
         self._faults = Faults()
         self._census = ExpertCensus(model.experts, contracts)
         self._dense: dict[str, str] = {}  # slot → the weight that fills it
-        self._unused: dict[Unused, list[str]] = {}
         self._placed: list[Placement] = []
-
-    def drop(self, kind: Unused, tensor: str) -> None:
-        """Note a tensor that goes nowhere."""
-        self._unused.setdefault(kind, []).append(tensor)
 
     def add(self, name: str, parts: Headers) -> None:
         """Place one weight, or note what is wrong with it."""
         if (kind := self._model.names.ignored(name, drafts=self._drafts)) is not None:
             for tensor, _ in parts.values():
-                self.drop(Unused(kind.value), tensor)
+                self._left_out.drop(Unused(kind.value), tensor)
             return
         weight = recognise(name, parts)
         if isinstance(weight, tuple) and weight[0] in (Fault.REFUSED, Fault.WRONG_TYPE):
@@ -213,7 +221,7 @@ class _Survey:
         return Placements(
             weights=tuple(self._placed),
             formats=self._census.formats(),
-            unused={kind: tuple(reading_order(names)) for kind, names in self._unused.items()},
+            unused=self._left_out.by_kind(),
         )
 
     def lacking(self, name: str, parts: Headers) -> str | None:
@@ -268,10 +276,8 @@ class _Survey:
             self._faults.add(Fault.HALF_PAIRED, words)
         scales = [part for part in INPUT_SCALES if part in weight.parts]
         if scales and not self._wants_input_scale(weight, to):
-            nvfp4 = weight.format in NVFP4_FORMATS
-            kind = Unused.NVFP4_INPUT_SCALE if nvfp4 else Unused.FP8_INPUT_SCALE
             for part in scales:
-                self.drop(kind, weight.parts[part])
+                self._left_out.drop(unused_input_scale(weight.format), weight.parts[part])
             kept = {part: name for part, name in weight.parts.items() if part not in scales}
             weight = replace(weight, parts=kept)
         # A static input scale is one for all ranks, so each rank sees every expert's.

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tetrarch.core.units import format_bytes
+from tetrarch.models.sources import reading_order
 from tetrarch.numerics.contract import SourceFormat
 
-__all__ = ["Decoded", "LoadReport", "Unused"]
+__all__ = ["Decoded", "LeftOut", "LoadReport", "Unused"]
 
 
 class Unused(StrEnum):
@@ -24,6 +25,24 @@ class Unused(StrEnum):
     KV_SCALE = "kv_scale"  # k_scale and v_scale: our KV pages are not quantized
     FP8_INPUT_SCALE = "fp8_input_scale"  # FP8 weights are decoded; no input is rounded to FP8
     NVFP4_INPUT_SCALE = "nvfp4_input_scale"  # of dense linears, or the contract's is dynamic
+
+
+class LeftOut:
+    """Tensors that go nowhere, noted one by one."""
+
+    def __init__(self) -> None:
+        self._names: dict[Unused, dict[str, None]] = {}
+
+    def drop(self, kind: Unused, tensor: str) -> None:
+        """Note one; a second time changes nothing."""
+        self._names.setdefault(kind, {})[tensor] = None
+
+    def __contains__(self, tensor: str) -> bool:
+        return any(tensor in names for names in self._names.values())
+
+    def by_kind(self) -> dict[Unused, tuple[str, ...]]:
+        """Return their names."""
+        return {kind: tuple(reading_order(names)) for kind, names in self._names.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

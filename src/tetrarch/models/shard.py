@@ -35,17 +35,22 @@ class Shard:
         self._seen = self._stamp()
 
     def read(self, name: str, offset: int, num_bytes: int) -> Tensor:
-        """Return the bytes of a tensor: (num_bytes,) uint8.
+        """Return the bytes of a tensor: (num_bytes,) uint8. Else as `read_into`."""
+        octets = torch.empty(num_bytes, dtype=torch.uint8)
+        self.read_into(octets, name, offset)
+        return octets
+
+    def read_into(self, octets: Tensor, name: str, offset: int) -> None:
+        """Fill (n,) uint8 with bytes of a tensor.
 
         Args:
-            name: What errors call it.
-            offset: Of its first byte in the file.
-            num_bytes: How many.
+            octets: On the host; says how many.
+            name: What errors call the tensor.
+            offset: Of the first byte in the file.
 
         Raises:
             CheckpointError: The file has changed since it was opened, or cannot be read.
         """
-        octets = torch.empty(num_bytes, dtype=torch.uint8)
         try:
             self._fill(octets.numpy().data, offset)
             changed = self._stamp() != self._seen
@@ -57,7 +62,6 @@ class Shard:
                 why="its size or its time is not what it was when it was opened",
                 fix="write a checkpoint to a folder of its own, and name it when it is complete",
             )
-        return octets
 
     @staticmethod
     def _unreadable(what: str, error: OSError) -> CheckpointError:

@@ -223,6 +223,7 @@ class _AttentionRecorder:
             AttentionSite(
                 index=len(self.sites),
                 name=self._paths[module],
+                num_heads=call.query.shape[1],
                 num_kv_heads=key.shape[1],
                 key_dim=key.shape[-1],
                 value_dim=value.shape[-1],

@@ -7,7 +7,8 @@ read, so that a checkpoint which does not fit is refused before anything has bee
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from tetrarch.config.headers import TensorHeader as FileHeader
 from tetrarch.config.headers import no_weights, read_headers
 from tetrarch.config.plan import Plan
 from tetrarch.core.courtesy import gently
+from tetrarch.models.arrivals import Arrivals, CudaLane, Lane
 from tetrarch.models.shard import Shard
 
 __all__ = [
@@ -144,6 +146,15 @@ class SafetensorsSource:
             octets = shard.read(name, self._offsets[name], header.num_bytes)
             yield name, octets.view(header.dtype).view(header.shape)
 
+    def read_into(self, octets: Tensor, name: str, start: int) -> None:
+        """Fill (n,) uint8 on the host with the bytes of a tensor that begin at `start`.
+
+        Raises:
+            CheckpointError: As `read`.
+        """
+        shard = self._shards[self._headers[name].file]
+        shard.read_into(octets, name, self._offsets[name] + start)
+
 
 class TensorSource:
     """Live tensors under checkpoint names, as a trainer hands them over."""
@@ -182,7 +193,12 @@ class DraftedSource:
     """
 
     def __init__(
-        self, target: Source, draft: Source, *, names: Collection[str], hidden: Collection[str]
+        self,
+        target: SafetensorsSource,
+        draft: SafetensorsSource,
+        *,
+        names: Collection[str],
+        hidden: Collection[str],
     ) -> None:
         self._target, self._draft, self._names = target, draft, frozenset(names)
         self._headers = {n: h for n, h in target.headers.items() if n not in hidden}
@@ -201,7 +217,24 @@ class DraftedSource:
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield these tensors, in this order."""
         for name in names:
-            yield from (self._draft if name in self._names else self._target).read([name])
+            yield from self._of(name).read([name])
+
+    def read_into(self, octets: Tensor, name: str, start: int) -> None:
+        """Do as `SafetensorsSource`."""
+        self._of(name).read_into(octets, name, start)
+
+    def _of(self, name: str) -> SafetensorsSource:
+        return self._draft if name in self._names else self._target
+
+
+# How tensors of files reach a device.
+_LANES: Mapping[str, Callable[[torch.device], Lane]] = {"cuda": CudaLane}
+
+
+def _bound_for(device: str, files: SafetensorsSource | DraftedSource) -> Source:
+    """Return a source of the same tensors that reads ahead where copies cost time."""
+    lane = _LANES.get(device)
+    return files if lane is None else Arrivals(files, partial(lane, torch.device(device)))
 
 
 def open_checkpoint(
@@ -221,14 +254,15 @@ def open_checkpoint(
         CheckpointError: No weights, or damaged files.
     """
     headers = read_headers(Path(path)) if headers is None else headers
-    target = SafetensorsSource(path, headers)
+    target, device = SafetensorsSource(path, headers), plan.device.torch_device
     if plan.spec is None or plan.spec.draft_path is None:
-        return target
+        return _bound_for(device, target)
     layers = plan.model.facts.num_layers
     own = scan_draft(headers, num_layers=layers).names
     if own and path != plan.model.path:
-        return target
+        return _bound_for(device, target)
     draft_headers = read_headers(Path(plan.spec.draft_path))
     draft = SafetensorsSource(plan.spec.draft_path, draft_headers)
     names = scan_draft(draft_headers, num_layers=layers).names
-    return DraftedSource(target, draft, names=names, hidden=own)
+    drafted = DraftedSource(target, draft, names=names, hidden=own)
+    return _bound_for(device, drafted)

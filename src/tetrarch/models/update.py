@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -22,10 +23,18 @@ from tetrarch.models.build import Model
 from tetrarch.models.destinations import ExpertDestination
 from tetrarch.models.faults import Fault, Faults
 from tetrarch.models.formats import INPUT_SCALES
-from tetrarch.models.placement import Headers, Placements, group, place_some
+from tetrarch.models.placement import (
+    Headers,
+    Placements,
+    group,
+    place_some,
+    unused_input_scale,
+)
 from tetrarch.models.readback import verify
+from tetrarch.models.report import LeftOut, Unused
 from tetrarch.models.sources import TensorSource
 from tetrarch.models.writer import WeightWriter
+from tetrarch.numerics.contract import SourceFormat
 
 __all__ = ["LiveUpdate", "Pieces"]
 
@@ -37,19 +46,23 @@ class Pieces:
     """The tensors of one call, checked: what is whole with them, and what still waits.
 
     Attributes:
-        fresh: Tensors of this call that have not come before.
-        placements: The weights that are whole now.
+        digests: Of every tensor of this call.
+        placements: The weights that are whole now; and what goes nowhere, as `unused`.
         parts: Their tensors, by name.
         waiting: The tensors of the others.
         lacking: Weight → what it still lacks, in words.
     """
 
-    fresh: Mapping[str, Tensor]
     digests: Mapping[str, str]
     placements: Placements
     parts: Mapping[str, Tensor]
     waiting: dict[str, Tensor]
     lacking: dict[str, str]
+
+    @property
+    def num_used(self) -> int:
+        """How many tensors of this call have a place."""
+        return len(self.digests.keys() - set(chain(*self.placements.unused.values())))
 
 
 class LiveUpdate:
@@ -57,7 +70,6 @@ class LiveUpdate:
 
     Attributes:
         digests: Of every tensor taken, by name.
-        num_tensors, num_bytes: Taken so far, repetitions left out.
     """
 
     def __init__(self, model: Model, plan: QuantPlan, journal: Journal) -> None:
@@ -71,10 +83,11 @@ class LiveUpdate:
         self._model, self._plan = model, plan
         self._writer = WeightWriter(model, plan, journal, digests=True)
         self.digests: dict[str, str] = {}
-        self._taken: set[str] = set()  # weights
+        self._taken: dict[str, SourceFormat] = {}  # weight → as it came
+        self._left_out = LeftOut()
+        self._num_whole = self._bytes_whole = 0
         self._waiting: dict[str, Tensor] = {}
         self._lacking: dict[str, str] = {}
-        self.num_tensors = self.num_bytes = 0
 
     @torch.no_grad()
     def check(self, tensors: Mapping[str, Tensor]) -> Pieces:
@@ -91,16 +104,22 @@ class LiveUpdate:
             CheckpointError: Something does not fit; the update goes on as if it had not come.
         """
         digests = {name: digest(tensor) for name, tensor in gently(tensors.items())}
-        fresh = {n: t for n, t in tensors.items() if self.digests.get(n) != digests[n]}
-        pending = {**self._waiting, **fresh}
-        weights = group(TensorSource(pending).headers)
-        weights = {name: parts for name, parts in weights.items() if not self._is_late(name, parts)}
-        placements, lacking = place_some(self._model, weights, self._plan, source=_SENDER)
+        pending = dict(self._waiting)
+        for name, tensor in tensors.items():
+            if self.digests.get(name) != digests[name] or name in self._left_out:
+                pending[name] = tensor
+        left_out = LeftOut()
+        weights = group(TensorSource(pending).headers, left_out)
+        for name in [name for name, parts in weights.items() if self._is_late(name, parts)]:
+            for tensor, _ in weights.pop(name).values():
+                left_out.drop(unused_input_scale(self._taken[name]), tensor)
+        placements, lacking = place_some(
+            self._model, weights, self._plan, left_out=left_out, source=_SENDER
+        )
         self._refuse_again(placements)
         placed = {n: pending[n] for one in placements.weights for n in one.weight.parts.values()}
         names = [tensor for name in lacking for tensor, _ in weights[name].values()]
         return Pieces(
-            fresh=fresh,
             digests=digests,
             placements=placements,
             parts=placed,
@@ -118,7 +137,8 @@ class LiveUpdate:
         for one in gently(pieces.placements.weights):
             parts = {part: pieces.parts[name] for part, name in one.weight.parts.items()}
             self._writer.stage(one.weight, one.to, parts)
-            self._taken.add(one.weight.name)
+            self._taken[one.weight.name] = one.weight.format
+        self._writer.check()
 
     @torch.no_grad()
     def commit(self, pieces: Pieces) -> None:
@@ -126,8 +146,26 @@ class LiveUpdate:
         self._writer.commit()
         self._waiting, self._lacking = pieces.waiting, pieces.lacking
         self.digests.update(pieces.digests)
-        self.num_tensors += len(pieces.fresh)
-        self.num_bytes += sum(tensor.nbytes for tensor in pieces.fresh.values())
+        self._num_whole += len(pieces.parts)
+        self._bytes_whole += sum(tensor.nbytes for tensor in pieces.parts.values())
+        for kind, names in pieces.placements.unused.items():
+            for name in names:
+                self._left_out.drop(kind, name)
+
+    @property
+    def num_tensors(self) -> int:
+        """Taken so far, without repetitions and what went nowhere."""
+        return self._num_whole + len(self._waiting)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of these tensors."""
+        return self._bytes_whole + sum(tensor.nbytes for tensor in self._waiting.values())
+
+    @property
+    def unused(self) -> Mapping[Unused, tuple[str, ...]]:
+        """What has come and gone nowhere, by kind."""
+        return self._left_out.by_kind()
 
     def unfinished(self) -> list[str]:
         """Return in words what half-paired weights and half-complete layers still lack."""
@@ -152,6 +190,10 @@ class LiveUpdate:
             faults.add(Fault.HALF_COMPLETE, words)
         for name in self.missing(full=full):
             faults.add(Fault.NOT_SENT, name)
+        if not self.num_tensors:
+            for kind, names in self.unused.items():
+                for name in names:
+                    faults.add(Fault.LEFT_OUT, f"{name} ({kind})")
         faults.raise_any(_SENDER)
         verify(self._model, self._writer.digests)
 

@@ -82,6 +82,15 @@ class WeightWriter:
             self.digests[to.name] = digest(value)
         self._ready.append(partial(self._write, to.name, value))
 
+    def check(self) -> None:
+        """Look at the values of layers of which only a part has come.
+
+        Raises:
+            CheckpointError: They cannot be weights.
+        """
+        for stager in self._stagers.values():
+            stager.check()
+
     def commit(self) -> None:
         """Write what has been staged and is whole. Between steps only."""
         while self._ready:

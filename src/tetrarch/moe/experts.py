@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tetrarch.config.plan import QuantPlan
 from tetrarch.core.errors import CheckpointError
-from tetrarch.moe.matrices import bias_flaw, matrix_flaw, scale_flaw
+from tetrarch.moe.matrices import Values, bias_flaw, matrix_flaw, scale_flaw
 from tetrarch.moe.stores import PackedStore, PlainStore, buffer_of
 from tetrarch.moe.types import CanonicalExperts, ExpertSpec, Nvfp4Matrix, Part, PlainExperts
 from tetrarch.numerics.contract import Activations, SourceFormat
@@ -52,6 +52,7 @@ class ExpertStager:
         self._kinds: set[str] = set()
         self._input_scales: dict[tuple[Part, int], float | None] = {}
         self._num_parts = self._num_biases = 0  # that `is_complete` waits for
+        self._values = Values()
 
     def put(self, part: Part, expert: int, value: Tensor | Nvfp4Matrix) -> None:
         """Take one matrix.
@@ -62,8 +63,8 @@ class ExpertStager:
             value: (I, H) for gate and up, (H, I) for down, or the same serialized.
 
         Raises:
-            CheckpointError: The matrix came twice, does not fit, holds what no weight can be, or
-                is of a kind that the contract does not take.
+            CheckpointError: The matrix came twice, does not fit, or is of a kind that the contract
+                does not take. What it holds is for `check`.
         """
         self._expect(part, expert, self._seen)
         self._check_kind(part, expert, value)
@@ -74,6 +75,7 @@ class ExpertStager:
         self._num_parts += self._static or local is not None
         if local is None:
             return
+        self._values.note(f"{part} of expert {expert}", value)
         self._open().put(part, local, value)
 
     def put_bias(self, part: Part, expert: int, value: Tensor) -> None:
@@ -88,6 +90,7 @@ class ExpertStager:
         if (local := self._local(expert)) is None:
             return
         self._num_biases += 1
+        self._values.note(f"{part} bias of expert {expert}", value)
         spec, name = self._spec, buffer_of(part)
         if name not in self._biases:
             shape = (spec.num_local_experts, spec.matrices[name][0])
@@ -105,6 +108,15 @@ class ExpertStager:
         biases = spec.num_local_experts * len(spec.parts) if spec.has_bias else 0
         return self._num_parts >= parts and self._num_biases >= biases
 
+    def check(self) -> None:
+        """Look at the values that have come since the last check; waits for the device.
+
+        Raises:
+            CheckpointError: Some are NaN, infinite, or scales that cannot be.
+        """
+        if (found := self._values.flaw()) is not None:
+            raise self._flaw(*found)
+
     def missing(self) -> list[tuple[Part, int]]:
         """Return this rank's matrices that have not come yet, with global ids."""
         return self._missing(self._seen)
@@ -113,8 +125,9 @@ class ExpertStager:
         """Return the whole layer.
 
         Raises:
-            CheckpointError: Something is missing; the message names all of it.
+            CheckpointError: Something is missing, and the message names all of it; or as `check`.
         """
+        self.check()
         missing = [f"{part} of expert {expert}" for part, expert in self.missing()]
         if self._spec.has_bias:
             bias = self._missing(self._seen_bias)
@@ -187,11 +200,14 @@ class ExpertStager:
     def _refuse(self, part: Part, expert: int, why: str | None) -> None:
         """Raise if there is a reason to."""
         if why is not None:
-            raise CheckpointError(
-                f"{self._layer}: {part} of expert {expert} cannot be loaded",
-                why=why,
-                fix="the file is damaged or belongs to another model; compare it with its source",
-            )
+            raise self._flaw(f"{part} of expert {expert}", why)
+
+    def _flaw(self, what: str, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._layer}: {what} cannot be loaded",
+            why=why,
+            fix="the file is damaged or belongs to another model; compare it with its source",
+        )
 
     def _refuse_incomplete(self, what: str, missing: list[str]) -> None:
         if missing:

@@ -21,6 +21,8 @@ from tetrarch.moe.types import (
 
 __all__ = ["MoELayer"]
 
+_GROUPS = 8  # a layer is packed in so many pieces: what packing needs beside it, a piece bounds
+
 
 class MoELayer(nn.Module):
     """Stands where a Hugging Face model has its `experts` module, with the same signature.
@@ -48,8 +50,11 @@ class MoELayer(nn.Module):
             experts: The whole layer.
             journal: Writes the slots, and keeps the old ones where a load is to be undone.
         """
-        for name, packed in self.runner.pack(experts).items():
-            journal.write(self.weights, name, packed)
+        size = max(1, self.spec.num_local_experts // _GROUPS)
+        for first in range(0, self.spec.num_local_experts, size):
+            some = slice(first, first + size)
+            for name, packed in self.runner.pack(experts.some(some)).items():
+                journal.write(self.weights, name, packed, some if packed.dim() else None)
 
     def canonical(self) -> CanonicalExperts | PlainExperts:
         """Return the weights in the form in which they were given; may share their memory."""

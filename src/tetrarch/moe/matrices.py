@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint may hand us as a matrix or a bias of an expert."""
+"""What a checkpoint may hand us as a matrix or a bias of an expert.
+
+Shapes and types are looked at when a tensor comes. Its values are looked at by the device, in
+passing: asking for the result at once would let a GPU run dry 50,000 times a load.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from torch import Tensor
 
 from tetrarch.moe.types import Nvfp4Matrix
 
-__all__ = ["bias_flaw", "matrix_flaw", "scale_flaw"]
+__all__ = ["Values", "bias_flaw", "matrix_flaw", "scale_flaw"]
 
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 _E4M3 = torch.float8_e4m3fn
@@ -18,7 +22,7 @@ _LARGEST_E4M3 = 0x7E  # the byte of 448; 0x7F is NaN, 0x80 and above are negativ
 
 
 def matrix_flaw(value: Tensor | Nvfp4Matrix, shape: tuple[int, int]) -> str | None:
-    """Say why `value` cannot be an (N, K) weight of `shape`, or return `None`."""
+    """Say why `value`, whatever it holds, cannot be an (N, K) weight, or return `None`."""
     if not isinstance(value, Nvfp4Matrix):
         return _plain_flaw(value, shape)
     rows, width = shape
@@ -28,8 +32,6 @@ def matrix_flaw(value: Tensor | Nvfp4Matrix, shape: tuple[int, int]) -> str | No
     ):
         if tuple(have.shape) != want or have.dtype != dtype:
             return f"its {what} are {tuple(have.shape)} {have.dtype}, expected {want} {dtype}"
-    if int(value.block_scale.view(torch.uint8).amax()) > _LARGEST_E4M3:
-        return "its block scales hold NaN or negative values"
     return scale_flaw("global", value.global_scale)
 
 
@@ -43,13 +45,36 @@ def scale_flaw(which: str, scale: Tensor) -> str | None:
 
 
 def bias_flaw(value: Tensor, width: int) -> str | None:
-    """Say why `value` cannot be a bias of `width` outputs, or return `None`."""
+    """Say why `value`, whatever it holds, cannot be a bias of `width` outputs."""
     return _plain_flaw(value, (width,))
 
 
 def _plain_flaw(value: Tensor, shape: tuple[int, ...]) -> str | None:
     if tuple(value.shape) != shape or value.dtype not in _PLAIN:
         return f"it is {tuple(value.shape)} {value.dtype}, expected {shape} bf16, fp16 or fp32"
-    low, high = value.aminmax()
-    finite = math.isfinite(float(low)) and math.isfinite(float(high))
-    return None if finite else "it holds NaN or infinite values"
+    return None
+
+
+class Values:
+    """The least and the largest number of each tensor that came, known to the device alone."""
+
+    def __init__(self) -> None:
+        self._ends: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
+
+    def note(self, name: str, value: Tensor | Nvfp4Matrix) -> None:
+        """Look at a tensor, or at the block scales of a serialized one; nobody waits."""
+        if isinstance(value, Nvfp4Matrix):
+            value = value.block_scale.view(torch.uint8)
+        self._ends.setdefault(value.dtype, []).append((name, torch.stack(value.aminmax())))
+
+    def flaw(self) -> tuple[str, str] | None:
+        """Return the first name since the last call whose values no weight has, and why."""
+        for dtype, noted in self._ends.items():
+            ends = torch.stack([each for _, each in noted]).float().tolist()
+            for (name, _), (low, high) in zip(noted, ends, strict=True):
+                if not (math.isfinite(low) and math.isfinite(high)):
+                    return name, "it holds NaN or infinite values"
+                if dtype is torch.uint8 and high > _LARGEST_E4M3:
+                    return name, "its block scales hold NaN or negative values"
+        self._ends = {}
+        return None

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from tetrarch.moe.registry import ENCODERS
 from tetrarch.moe.types import CanonicalExperts, ExpertSpec, Nvfp4Matrix, Part, PlainExperts
 from tetrarch.numerics import nvfp4
 from tetrarch.numerics.contract import Recipe
-from tetrarch.numerics.scales import amax_of
 
 __all__ = ["PackedStore", "PlainStore", "buffer_of"]
 
@@ -39,6 +39,7 @@ class PackedStore:
             global_scale = torch.empty(shape, dtype=torch.float32, device=device)
             self._buffers[f"{name}_global_scale"] = global_scale
         self._waiting: dict[int, tuple[Part, Tensor]] = {}  # local expert: its raw gate or up
+        self._encode_weights = ENCODERS[device.type]
 
     def put(self, part: Part, local: int, value: Tensor | Nvfp4Matrix) -> None:
         """Take an encoded matrix as it is; encode another one once its scale is known.
@@ -50,25 +51,32 @@ class PackedStore:
             return
         value = value.to(self._spec.device)
         if part is Part.DOWN or not self._spec.activation.gated:
-            self._encode(part, local, value, amax=amax_of(value))
+            self._encode(buffer_of(part), local, value)
         elif local not in self._waiting:
             self._waiting[local] = (part, value)
         else:
-            other_part, other = self._waiting.pop(local)
-            amax = torch.maximum(amax_of(value), amax_of(other))
-            self._encode(other_part, local, other, amax=amax)
-            self._encode(part, local, value, amax=amax)
+            _, other = self._waiting.pop(local)
+            gate, up = (value, other) if part is Part.GATE else (other, value)
+            self._encode("gate_up", local, torch.cat((gate, up)))
 
-    def _encode(self, part: Part, local: int, value: Tensor, *, amax: Tensor) -> None:
-        encoded = nvfp4.encode_weight(value, recipe=self._recipe, amax=amax)
-        self._write(part, local, Nvfp4Matrix(*encoded, input_scale=None))
+    def _encode(self, name: str, local: int, matrix: Tensor) -> None:
+        one, scales = slice(local, local + 1), matrix.new_empty(2, 1, dtype=torch.float32)
+        self._encode_weights(
+            matrix.contiguous()[None],
+            codes=self._buffers[name][one],
+            block_scale=self._buffers[f"{name}_block_scale"][one],
+            global_scale=scales[0],
+            amax=scales[1],
+            recipe=self._recipe,
+        )
+        self._buffers[f"{name}_global_scale"][local] = scales[0]
 
     def _write(self, part: Part, local: int, value: Nvfp4Matrix) -> None:
         name, rows = buffer_of(part), self._spec.rows_of(part)
         self._buffers[name][local, rows] = value.codes
         self._buffers[f"{name}_block_scale"][local, rows] = value.block_scale
         columns = self._buffers[f"{name}_global_scale"][local].view(-1)
-        columns[1 if rows.start else 0] = value.global_scale.reshape(())
+        columns[1 if rows.start else 0].fill_(float(value.global_scale))
 
     def finish(
         self, *, input_scales: Mapping[str, Tensor], biases: Mapping[str, Tensor]

@@ -145,6 +145,10 @@ class CanonicalExperts:
     gate_up_bias: Tensor | None = None  # (E, U) model dtype
     down_bias: Tensor | None = None  # (E, H) model dtype
 
+    def some(self, experts: slice) -> CanonicalExperts:
+        """Return some of the experts, as views."""
+        return CanonicalExperts(**_some(self, experts))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainExperts:
@@ -154,6 +158,17 @@ class PlainExperts:
     down: Tensor  # (E, H, I)
     gate_up_bias: Tensor | None = None  # (E, U)
     down_bias: Tensor | None = None  # (E, H)
+
+    def some(self, experts: slice) -> PlainExperts:
+        """Return some of the experts, as views."""
+        return PlainExperts(**_some(self, experts))
+
+
+def _some(whole: CanonicalExperts | PlainExperts, experts: slice) -> dict[str, Tensor]:
+    """Cut every tensor that has one entry for each expert."""
+    tensors = {name: getattr(whole, name) for name in whole.__dataclass_fields__}
+    there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    return {name: tensor[experts] if tensor.dim() else tensor for name, tensor in there.items()}
 
 
 class Dispatcher(Protocol):
@@ -175,7 +190,10 @@ class Runner(Protocol):
     """
 
     def weight_specs(self) -> Mapping[str, TensorSpec]:
-        """Name, shape and dtype of every packed weight of one layer."""
+        """Name, shape and dtype of every packed weight of one layer.
+
+        The first axis is the experts', where there is one.
+        """
         ...
 
     def scratch_specs(self) -> Mapping[str, TensorSpec]:
@@ -183,7 +201,10 @@ class Runner(Protocol):
         ...
 
     def pack(self, experts: CanonicalExperts | PlainExperts) -> Mapping[str, Tensor]:
-        """Return the runner's own layout, keyed as `weight_specs`. Pure; never in place."""
+        """Return the runner's own layout, keyed as `weight_specs`. Pure; never in place.
+
+        Layers are packed some experts at a time, so that no expert may depend on others.
+        """
         ...
 
     def unpack(self, weights: Mapping[str, Tensor]) -> CanonicalExperts | PlainExperts:

@@ -96,6 +96,7 @@ class _ChatWriter:
             matched_stop=matched,
             token_ids=piece.token_ids if self._body.return_token_ids else None,
             meta_info=self._meta_info(output),
+            error=output.error,
         )
 
     def pieces(self, output: Output) -> Sequence[ChatChunkChoice]:
@@ -127,6 +128,7 @@ class _ChatWriter:
                     finish_reason=reason,
                     matched_stop=matched,
                     meta_info=self._meta_info(output),
+                    error=output.error,
                 )
             )
         return chunks

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 import msgspec
@@ -64,9 +65,10 @@ class State(StrEnum):
 
 
 class EngineClient:
-    """Talks to one engine process from one event loop."""
+    """Talks to one engine process from one event loop; `unasked` takes replies to no call."""
 
-    def __init__(self) -> None:
+    def __init__(self, unasked: Callable[[ControlReply], object] = lambda _: None) -> None:
+        self._unasked = unasked
         self._link: Link | None = None
         self._mailboxes: dict[str, Mailbox] = {}  # engine rid -> mailbox
         self._groups: dict[str, Sequence[str]] = {}  # rid of a request or prompt -> its outputs
@@ -107,10 +109,12 @@ class EngineClient:
         if isinstance(message, Delta):
             self._deliver_delta(message)
         elif isinstance(message, Heartbeat):
-            self.load = max(message, self.load, key=_when)
+            self.load = max(message, self.load, key=attrgetter("at"))
         elif isinstance(message, ControlReply):
             self._leaving.pop(message.ticket, None)
             call = self._calls.pop(message.ticket, None)
+            if not message.ticket:
+                self._unasked(message)
             if call is not None and not call.done():
                 call.set_result(message)
 
@@ -294,7 +298,3 @@ def _silent() -> EngineDead:
         why="its process exists but sends no heartbeat",
         fix="look at its log; restart the server if it stays silent",
     )
-
-
-def _when(beat: Heartbeat) -> float:
-    return beat.at

@@ -104,6 +104,7 @@ class _CompletionWriter:
             matched_stop=None if finish is None else finish.matched,
             token_ids=piece.token_ids if with_ids else None,
             prompt_token_ids=first_ids,
+            error=output.error,
         )
 
     def _echo(self, output: Output) -> _Echo:

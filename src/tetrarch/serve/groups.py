@@ -105,7 +105,7 @@ async def init_weights_update_group(door: Door, http: Request) -> Response:
 
 
 async def destroy_weights_update_group(door: Door, http: Request) -> Response:
-    """Leave a process group."""
+    """Leave a process group, or end its joining: that call is answered with 400."""
     body = await read_control(http, DestroyGroupBody)
     return await relay(door, partial(DestroyGroup, group_name=body.group_name or GROUP))
 

@@ -9,6 +9,7 @@ import resource
 import socket
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tetrarch.config.generation import read_chat_defaults
@@ -16,11 +17,12 @@ from tetrarch.config.plan import Plan
 from tetrarch.core.errors import ConfigError
 from tetrarch.core.progress import NoProgress, Progress
 from tetrarch.engine.process import EngineProcess
-from tetrarch.engine.text import load_tokenizer
+from tetrarch.engine.textless import tokenizer_of
 from tetrarch.serve.client import EngineClient
 from tetrarch.serve.door import Door
 from tetrarch.serve.life import BACKLOG, Life
 from tetrarch.serve.metrics import Metrics
+from tetrarch.serve.reply import time_update
 
 __all__ = ["bind", "serve"]
 
@@ -48,13 +50,12 @@ def serve(
     with bind(plan.serve.host, plan.serve.port) as listener:
         _raise_file_limit()
         host = replace(plan.serve, port=listener.getsockname()[1])  # where it was 0
+        metrics = Metrics(plan.model.served_name)
         door = Door(
             plan=replace(plan, serve=host),
-            client=EngineClient(),
-            tokenizer=load_tokenizer(
-                plan.model.tokenizer_path, chat_template=plan.serve.chat_template
-            ),
-            metrics=Metrics(plan.model.served_name),
+            client=EngineClient(partial(time_update, metrics)),
+            tokenizer=tokenizer_of(plan),
+            metrics=metrics,
             chat_defaults=read_chat_defaults(Path(plan.model.path)),
         )
         with EngineProcess(plan) as engine:

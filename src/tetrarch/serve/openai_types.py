@@ -126,7 +126,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A whole choice, or the next piece of one."""
+    """A whole choice, or the next piece of one; `error` where it failed and others did not."""
 
     index: int
     text: str
@@ -135,6 +135,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     matched_stop: int | str | None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    error: dict[str, Any] | None = None
 
 
 class ChatToken(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -162,7 +163,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A whole choice."""
+    """A whole choice; `error` where it failed and others did not."""
 
     index: int
     message: ChatMessage
@@ -171,6 +172,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     matched_stop: int | str | None
     token_ids: list[int] | None = None
     meta_info: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -183,6 +185,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     matched_stop: int | str | None
     token_ids: list[int] | None = None
     meta_info: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
 
 
 Choice = CompletionChoice | ChatChoice | ChatChunkChoice

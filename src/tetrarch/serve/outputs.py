@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.requests import Request
 from starlette.types import Receive
@@ -18,7 +19,7 @@ from tetrarch.engine.stream import OutputText
 from tetrarch.engine.text import Tokenizer
 from tetrarch.executor.step import TokenLogprob
 from tetrarch.serve.door import Door
-from tetrarch.serve.errors import Failure, HttpError, busy_headers
+from tetrarch.serve.errors import Failure, HttpError, busy_headers, error_object
 from tetrarch.serve.mailbox import Mailbox
 from tetrarch.serve.metrics import Metrics, Timeline
 
@@ -58,6 +59,18 @@ class Output:
         self.versions: tuple[WeightSpan, ...] = ()
         self.times: dict[str, float] = {}
         self.acceptance: Acceptance | None = None
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why it ended although nobody asked for that; `None` where it did not."""
+        if self.finish is None or self.finish.kind != "abort" or self.finish.status is None:
+            return None
+        return _failure(self.finish, self.finish.status)
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        """The failure as an error object."""
+        return None if self.failure is None else error_object(self.failure, flat=False)
 
     def push(self, delta: Delta) -> None:
         """Take what the engine says."""
@@ -112,20 +125,18 @@ class Generation:
             output = self._by_rid[delta.rid]
             output.push(delta)
             self._metrics.observe(delta, of=output.request, timeline=output.timeline)
-            self._check(delta)
+            self._check(output)
             grown[output.index] = output
         return [grown[index] for index in sorted(grown)]
 
-    def _check(self, delta: Delta) -> None:
-        """An abort that carries a status is a failure; without, it was asked for."""
-        finish = delta.finish
-        if finish is None or finish.kind != "abort" or finish.status is None:
+    def _check(self, output: Output) -> None:
+        if (failure := output.failure) is None:
             return
-        if finish.status >= 500:
-            _log.warning("request %s failed: %s", delta.rid, finish.message)
+        if failure.status >= 500:
+            _log.warning("request %s failed: %s", output.request.rid, failure.message)
         self._num_failed += 1
         if self._num_failed == len(self.outputs):
-            raise HttpError(_failure(finish, finish.status))
+            raise HttpError(failure)
 
     async def complete(self) -> list[Output]:
         """Wait for all outputs, and return them.
@@ -178,6 +189,7 @@ async def generate(
 
 
 def _failure(finish: FinishReason, status: int) -> Failure:
+    """An abort that carries a status is a failure; without, it was asked for."""
     message = finish.message or "the request was aborted"
     kind = "Bad Request" if status == 400 else finish.code or ""
     return Failure(

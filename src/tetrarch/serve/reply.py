@@ -16,8 +16,9 @@ from tetrarch.engine.messages import ControlReply, Inbound
 from tetrarch.serve.body import json_response
 from tetrarch.serve.door import Door
 from tetrarch.serve.errors import Failure, busy_headers, error_object
+from tetrarch.serve.metrics import Metrics
 
-__all__ = ["ask", "relay", "relay_update", "reply_response"]
+__all__ = ["ask", "relay", "relay_update", "reply_response", "time_update"]
 
 
 async def ask(door: Door, make: Callable[..., Inbound]) -> ControlReply:
@@ -26,10 +27,15 @@ async def ask(door: Door, make: Callable[..., Inbound]) -> ControlReply:
     Args and errors as of `relay`.
     """
     reply = await door.client.call(make)
+    time_update(door.metrics, reply)
+    return reply
+
+
+def time_update(metrics: Metrics, reply: ControlReply) -> None:
+    """Time the update that a reply says has ended, if it says so of one."""
     if "seconds" in reply.payload:
         source, seconds = reply.payload["source"], reply.payload["seconds"]
-        door.metrics.observe_update(source, ok=True, seconds=seconds)
-    return reply
+        metrics.observe_update(source, ok=True, seconds=seconds)
 
 
 async def relay(door: Door, make: Callable[..., Inbound]) -> Response:

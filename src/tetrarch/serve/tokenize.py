@@ -50,6 +50,8 @@ async def detokenize(door: Door, http: Request) -> Response:
     """Return the text of ids."""
     body = await read_body(http, DetokenizeBody)
     lists, is_batch = read_prompts(body.tokens, "tokens")
+    if not door.tokenizer.has_text:
+        door.tokenizer.encode("")  # says why there can be no text
     texts = [
         door.tokenizer.decode(
             _known(door, each), skip_special_tokens=body.skip_special_tokens is not False

@@ -145,7 +145,7 @@ def plan_batch(
         pages = _pages(page_table, rows, [ceil_div(n, page_size) for n in lens])
         num_keys = max(lens) if len(rows) == 1 else page_size * (pages.numel() // len(rows))
         groups.append(Group(where, pages, lens, q_len, num_keys))
-    entered = _entered(page_table, q_lens, kv_lens, page_size)
+    entered = _entered(page_table, write_at, q_lens, kv_lens, page_size)
     return PagedBatch(starts[-1], write_at, entered, tuple(groups))
 
 
@@ -173,17 +173,24 @@ def _pages(page_table: Tensor, rows: list[int], counts: list[int]) -> Tensor:
 
 
 def _entered(
-    page_table: Tensor, q_lens: Sequence[int], kv_lens: Sequence[int], page_size: int
+    page_table: Tensor,
+    write_at: Tensor,
+    q_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    page_size: int,
 ) -> Tensor | None:
+    ends = accumulate(q_lens)
     places = [
-        (row, (kv_len - 1) // page_size)
-        for row, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True))
+        (row, kv_len // page_size, end - kv_len % page_size)
+        for row, (q_len, kv_len, end) in enumerate(zip(q_lens, kv_lens, ends, strict=True))
         if 0 < kv_len % page_size <= q_len
     ]
     if not places:
         return None
-    rows, columns = zip(*places, strict=True)
-    return page_table[list(rows), list(columns)].long()
+    rows, columns, firsts = map(list, zip(*places, strict=True))
+    pages = page_table[rows, columns].long()
+    # A row that only fills a bucket writes elsewhere, and enters nothing.
+    return pages[write_at[firsts] == pages * page_size]
 
 
 def write_(pool: Tensor, values: Tensor, batch: PagedBatch) -> None:

@@ -44,7 +44,7 @@ __all__ = [
 
 ROW_BLOCK, K_BLOCK = 128, 64  # rows and columns are padded to these
 _HALF = 8  # rows of gate, then as many of up: then one thread holds both of a pair
-_CHUNK = 1 << 24  # codes in flight while packing: 16 temporary bytes each
+_CHUNK = 1 << 22  # codes in flight while packing: 16 temporary bytes each
 
 
 def padded(rows: int, width: int) -> tuple[int, int]:
@@ -110,10 +110,10 @@ def pack_scales(block_scale: Tensor) -> Tensor:
     """Pack (E, N, K / 16) e4m3 as (E, K / 64, N) int32, padded."""
     rows, groups = block_scale.shape[1:]
     n, k = padded(rows, 16 * groups)
-    bits = pad(block_scale.view(torch.uint8), (0, k // 16 - groups, 0, n - rows)).long()
+    bits = pad(block_scale.view(torch.uint8), (0, k // 16 - groups, 0, n - rows)).int()
     b0, b1, b2, b3 = bits.unflatten(2, (-1, 4)).unbind(3)
     word = b0 << 4 | b1 << 20 | b3 << 12 | b2 >> 4 | (b2 & 15) << 28
-    return (word << 32 >> 32).to(torch.int32).transpose(1, 2).contiguous()
+    return word.transpose(1, 2).contiguous()
 
 
 def unpack_scales(packed: Tensor, *, rows: int, width: int) -> Tensor:
