@@ -37,7 +37,7 @@ class Output:
         self._told = 0  # output tokens that the client knows
         self._logprobs: list[TokenLogprob] = []  # of those it does not
         self._told_prompt = False
-        self._spans: list[WeightSpan] = []
+        self._starts: list[tuple[str, int]] = []  # a version, and its first output
         self.times = {"received": time.monotonic()}
         self.acceptance = Acceptance()
 
@@ -54,11 +54,14 @@ class Output:
         Returns:
             Why the output ends, or `None` while it goes on.
         """
+        if token_ids and "first_token" not in self.times:
+            self.times["first_token"] = time.monotonic()
         for index, token_id in enumerate(token_ids):
             self.seq.tokens.append(token_id)
-            self._logprobs += logprobs[index : index + 1]
-            self._extend_span(version)
-            self.times.setdefault("first_token", time.monotonic())
+            if logprobs:
+                self._logprobs.append(logprobs[index])
+            if not self._starts or self._starts[-1][0] != version:
+                self._starts.append((version, self.seq.num_outputs - 1))
             if (finish := self._finish(token_id)) is not None:
                 return finish
         return None
@@ -88,17 +91,18 @@ class Output:
             finish=finish,
             num_cached=seq.num_cached,
             num_retractions=seq.num_retractions,
-            versions=tuple(self._spans),
+            versions=self._spans(),
             times=dict(self.times),
             acceptance=self.acceptance.copy() if self.acceptance.num_verifies else None,
         )
 
-    def _extend_span(self, version: str) -> None:
-        end = self.seq.num_outputs
-        if self._spans and self._spans[-1].version == version:
-            self._spans[-1] = WeightSpan(version, self._spans[-1].start, end)
-        else:
-            self._spans.append(WeightSpan(version, end - 1, end))
+    def _spans(self) -> tuple[WeightSpan, ...]:
+        ends = [start for _, start in self._starts[1:]]
+        ends.append(self.seq.num_outputs)
+        return tuple(
+            WeightSpan(version, start, end)
+            for (version, start), end in zip(self._starts, ends, strict=False)
+        )
 
     def _finish(self, token_id: int) -> FinishReason | None:
         seq = self.seq

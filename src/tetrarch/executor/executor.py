@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 
 from tetrarch.attention.pool import KVPool, bytes_per_token
@@ -18,12 +17,18 @@ from tetrarch.executor.batch import build_batch
 from tetrarch.executor.buckets import buckets_of, pages_per_seq
 from tetrarch.executor.capacity import Capacity, free_bytes, free_host_bytes, kv_capacity
 from tetrarch.executor.graphs import CudaRecorder, Graphs, Recorder
+from tetrarch.executor.headroom import (
+    free_after_cleanup,
+    graph_bytes,
+    step_bytes,
+    trial_capacity,
+)
 from tetrarch.executor.regions import RegionChange, Regions, RegionState
 from tetrarch.executor.results import Draws
+from tetrarch.executor.rows import RowMemory
 from tetrarch.executor.smoke import smoke_steps
 from tetrarch.executor.speculate import with_drafts
 from tetrarch.executor.step import Done, Pending, Step, StepResult
-from tetrarch.executor.transfer import upload
 from tetrarch.executor.updates import WeightsState
 from tetrarch.executor.weights import WeightStore
 from tetrarch.memory.slots import Region
@@ -31,6 +36,7 @@ from tetrarch.models.build import Model, build_model
 from tetrarch.models.compiled import compile_layers
 from tetrarch.models.load import LoadReport
 from tetrarch.models.routers import swap_routers
+from tetrarch.models.surgery import part_unlike
 
 __all__ = ["KV_RELEASED", "READY", "Executor"]
 
@@ -81,39 +87,63 @@ class Executor:
         host = partial(free_host_bytes, plan.device)
         self.weights = WeightStore(self._model, plan, free_host=host)
         self.load_report: LoadReport = self.weights.load(progress or NoProgress())
+        part_unlike(self._model.hf)
         if plan.compiles_layers:
             swap_routers(self._model.hf)
             compile_layers(self._model)
-        dtype = self._model.dtype
-        self.capacity: Capacity = kv_capacity(
-            plan,
-            bytes_per_token=bytes_per_token(self._model.sites, dtype),
-            free=free_bytes(plan.device),
-        )
-        buckets = buckets_of(plan)
-        self._pool = KVPool(
-            self._model.sites,
-            self.capacity.num_pages + bool(buckets),  # a spare one, for what fills buckets
-            page_size=self.capacity.page_size,
-            dtype=dtype,
-            device=self.device,
-            arena=self.regions[Region.KV_CACHE],
-        )
-        rows = plan.schedule.max_running_requests
-        self._last_ids = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self._rows = RowMemory(plan.schedule.max_running_requests, self.device)
         self._keeps_weights = False  # since the last release
         self.num_steps = self.moe_tokens_high_water = 0
+        recorder = recorder or (CudaRecorder(self.device) if self.device.type == "cuda" else None)
+        self._lay_out(self._measured_capacity(recorder))
+        self._graph_bytes = self._capture(recorder, progress or NoProgress())
+        self._smoke()
+        self.num_steps = self.moe_tokens_high_water = 0
+
+    def _measured_capacity(self, recorder: Recorder | None) -> Capacity:
+        """Size the pages by what is free, less what steps and graphs will take."""
+        taken = 0
+        if self.device.type == "cuda" and recorder is not None:
+            self._lay_out(trial_capacity(self.plan), is_trial=True)
+            taken = step_bytes(self._smoke) + graph_bytes(self._graphs, recorder)
+            del self._pool, self._graphs
+            free_after_cleanup()
+        return kv_capacity(
+            self.plan,
+            bytes_per_token=bytes_per_token(self._model.sites, self._model.dtype),
+            free=max(0, free_bytes(self.plan.device) - taken),
+        )
+
+    def _lay_out(self, capacity: Capacity, *, is_trial: bool = False) -> None:
+        """Allocate the pages, and what graphs read and write."""
+        buckets = buckets_of(self.plan)
+        self.capacity: Capacity = capacity
+        self._pool = KVPool(
+            self._model.sites,
+            capacity.num_pages + bool(buckets),  # a spare one, for what fills buckets
+            page_size=capacity.page_size,
+            dtype=self._model.dtype,
+            device=self.device,
+            arena=None if is_trial else self.regions[Region.KV_CACHE],
+        )
         self._graphs = Graphs(
             self._model,
             self._pool,
             buckets=buckets,
-            pages_per_seq=pages_per_seq(plan),
-            arena=self.regions[Region.GRAPHS],
+            pages_per_seq=pages_per_seq(self.plan),
+            arena=None if is_trial else self.regions[Region.GRAPHS],
         )
-        if buckets:
-            self._graphs.capture(recorder or CudaRecorder(self.device), progress or NoProgress())
-        self._smoke()
-        self.num_steps = self.moe_tokens_high_water = 0
+
+    def _capture(self, recorder: Recorder | None, progress: Progress) -> int:
+        """Capture what the plan says; return the bytes that it took."""
+        if recorder is None or not self._graphs.buckets:
+            return 0
+        is_cuda = self.device.type == "cuda"
+        before = free_after_cleanup() if is_cuda else 0
+        self._graphs.capture(recorder, progress)
+        self.weights.verify = self._graphs.check
+        after = free_after_cleanup() if is_cuda else 0
+        return self._graphs.slots.num_bytes + max(0, before - after)
 
     def step(self, step: Step) -> StepResult:
         """Launch a step and wait for it.
@@ -140,8 +170,7 @@ class Executor:
             step,
             page_size=self.capacity.page_size,
             budget=self.plan.experts.budget,
-            device=self.device,
-            last_ids=self._last_ids,
+            memory=self._rows,
         )
         self.num_steps += 1
         self.moe_tokens_high_water = max(self.moe_tokens_high_water, sum(batch.rank_tokens))
@@ -154,7 +183,7 @@ class Executor:
             wants_hidden=any(seq.draft is not None for seq in step.seqs),
         )
         draws = Draws(step, found.logits)
-        self._note_last_ids(step, draws)
+        self._rows.note_drawn(batch.drawn, draws.token_ids)
         if found.hidden is None:
             return draws
         return _Drafts(
@@ -163,12 +192,6 @@ class Executor:
                 with_drafts, self._graphs, self._pool, step=step, batch=batch, hidden=found.hidden
             ),
         )
-
-    def _note_last_ids(self, step: Step, draws: Draws) -> None:
-        """Keep what was drawn for each row; a broken row's next token may be anything valid."""
-        rows = [seq.row for seq in step.seqs for _ in seq.samples]
-        (at,) = upload(self.device, np.array(rows, np.int64))
-        self._last_ids[at] = draws.token_ids.clamp(min=0)
 
     @property
     def state(self) -> str:
@@ -219,10 +242,12 @@ class Executor:
 
     @property
     def memory(self) -> Mapping[str, int]:
-        """Bytes by region, and of the scratch that the expert layers share."""
+        """Bytes by region, and of the scratch that layers share; graphs where there are any."""
+        graphs = {Region.GRAPHS: self._graph_bytes} if self._graphs.buckets else {}
         return {
             Region.WEIGHTS: self.weights.num_bytes,
             Region.KV_CACHE: self._pool.slots.num_bytes,
+            **graphs,
             "scratch": self._model.scratch.num_bytes,
         }
 
