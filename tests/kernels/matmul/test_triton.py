@@ -52,3 +52,18 @@ def test_a_rows_bits_do_not_know_how_many_there_are(
     for count in COUNTS:
         assert torch.equal(kernels.multiply(rows[:count], weight, bias=bias), whole[:count])
         assert torch.equal(kernels.multiply(rows[-count:], weight, bias=bias), whole[-count:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_each_head_has_a_weight_of_its_own(device: torch.device, dtype: torch.dtype) -> None:
+    """Of MLA: slices of one weight, one of them transposed."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(33, 4, 40, generator=generator).to(device, dtype)
+    expand = torch.randn(4, 16 + 24, 32, generator=generator).to(device, dtype)
+    for some, weight in ((rows[..., :16], expand[:, :16]), (rows[..., :32], expand[:, 16:].mT)):
+        want = torch.einsum("thk,hkn->thn", some.double(), weight.double())
+        for count in (1, 3, 33):
+            got = kernels.multiply_heads(some[:count], weight)
+            rounding = {torch.bfloat16: 2**-8}.get(dtype, 1e-5)
+            torch.testing.assert_close(got.double(), want[:count], atol=1e-5, rtol=rounding)
+            assert torch.equal(got, kernels.multiply_heads(some, weight)[:count])

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tetrarch.core.units import ceil_div
 
-__all__ = ["Tile", "multiply", "multiply_row", "tile_for"]
+__all__ = ["Tile", "multiply", "multiply_heads", "multiply_row", "tile_for"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,13 @@ def _multiply_tile(
     bias,
     out,
     num_rows,
-    row_stride,
-    out_stride,
+    rows_batch,
+    rows_row,
+    weight_batch,
+    weight_column,
+    weight_k,
+    out_batch,
+    out_row,
     NUM_COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -57,24 +62,25 @@ def _multiply_tile(
 ):
     """Compute a tile; programs that share weights are neighbours."""
     row_tiles = tl.cdiv(num_rows, ROWS)
-    tile = tl.program_id(0)
+    tile, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     n = tile // row_tiles * COLUMNS + tl.arange(0, COLUMNS)
     m = tile % row_tiles * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, STEP)
     n_in, m_in = n < NUM_COLUMNS, m < num_rows
-    weights = weight + n[:, None].to(tl.int64) * WIDTH + k[None, :]
-    operands = rows + m[None, :].to(tl.int64) * row_stride + k[:, None]
+    weights = weight + batch * weight_batch + n[:, None].to(tl.int64) * weight_column
+    weights += k[None, :] * weight_k
+    operands = rows + batch * rows_batch + m[None, :].to(tl.int64) * rows_row + k[:, None]
     total = tl.zeros((COLUMNS, ROWS), tl.float32)
     for start in range(0, WIDTH, STEP):
         w_in, x_in = n_in[:, None], m_in[None, :]
         if WIDTH % STEP != 0:
             w_in, x_in = w_in & (start + k < WIDTH)[None, :], x_in & (start + k < WIDTH)[:, None]
-        w = tl.load(weights + start, mask=w_in, other=0.0)
+        w = tl.load(weights + start * weight_k, mask=w_in, other=0.0)
         x = tl.load(operands + start, mask=x_in, other=0.0)
         total = tl.dot(w, x, total, input_precision="ieee")
     if bias is not None:
         total += tl.load(bias + n, mask=n_in, other=0.0).to(tl.float32)[:, None]
-    places = out + m[:, None].to(tl.int64) * out_stride + n[None, :]
+    places = out + batch * out_batch + m[:, None].to(tl.int64) * out_row + n[None, :]
     values = tl.trans(total).to(out.dtype.element_ty)
     tl.store(places, values, mask=m_in[:, None] & n_in[None, :])
 
@@ -119,32 +125,59 @@ def tile_for(num_rows: int, dtype: torch.dtype) -> Tile:
 
 
 def multiply(
-    rows: Tensor, weight: Tensor, *, bias: Tensor | None = None, tile: Tile | None = None
+    rows: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    tile: Tile | None = None,
 ) -> Tensor:
     """Multiply rows by a weight.
 
     Args:
-        rows: (M, K), any M, the last dimension contiguous.
-        weight: (N, K), same dtype, contiguous.
+        rows: (M, K), any M.
+        weight: (N, K), same dtype; may be a view.
         bias: (N,), added before the result is rounded.
+        out: (M, N), overwritten.
         tile: Moves no bit; by default what fits M.
 
     Returns:
-        (M, N) in the dtype of `rows`.
+        (M, N) in the dtype of `rows`; `out` if given.
     """
-    (num_rows, width), columns = rows.shape, len(weight)
-    out = rows.new_empty(num_rows, columns)
+    out = rows.new_empty(len(rows), len(weight)) if out is None else out
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    _launch(rows[None], weight[None], bias, out[None], tile)
+    return out
+
+
+def multiply_heads(rows: Tensor, weight: Tensor) -> Tensor:
+    """Multiply each head's rows by its own weight: (T, H, K), (H, K, N) -> (T, H, N).
+
+    The last dimension of `rows` is contiguous; the weight may be a view.
+    """
+    out = rows.new_empty(rows.shape[0], rows.shape[1], weight.shape[2])
+    _launch(rows.transpose(0, 1), weight.mT, None, out.transpose(0, 1), None)
+    return out
+
+
+def _launch(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile | None
+) -> None:
+    """Multiply (B, M, K) and (B, N, K) into (B, M, N)."""
+    (batches, num_rows, width), columns = rows.shape, weight.shape[1]
     if num_rows == 0:
-        return out
+        return
     tile = tile or tile_for(num_rows, rows.dtype)
-    _multiply_tile[(ceil_div(num_rows, tile.rows) * ceil_div(columns, tile.columns),)](
+    tiles = ceil_div(num_rows, tile.rows) * ceil_div(columns, tile.columns)
+    _multiply_tile[tiles, batches](
         rows,
         weight,
         bias,
         out,
         num_rows,
-        rows.stride(0),
-        columns,
+        *rows.stride()[:2],
+        *weight.stride(),
+        *out.stride()[:2],
         NUM_COLUMNS=columns,
         WIDTH=width,
         COLUMNS=tile.columns,
@@ -153,7 +186,6 @@ def multiply(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return out
 
 
 def multiply_row(row: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
