@@ -20,6 +20,7 @@ from tetrarch.executor.capacity import Capacity
 from tetrarch.executor.executor import Executor
 from tetrarch.executor.graphs import Graphs, Replay
 from tetrarch.executor.step import DraftWork, Phase, SampleSpec, SeqChunk, Step
+from tetrarch.memory.arena import HostArena
 
 Start = Callable[..., Executor]
 Serve = Callable[..., list[list[int]]]
@@ -47,12 +48,17 @@ class Bar(NoProgress):
         self.told.append(amount)
 
 
-def capture(executor: Executor, *buckets: Bucket, progress: Progress | None = None) -> Graphs:
+def capture(
+    executor: Executor,
+    *buckets: Bucket,
+    progress: Progress | None = None,
+    arena: HostArena | None = None,
+) -> Graphs:
     """Give an executor graphs; the last page of its pool becomes the spare one.
 
     The pool and the results are poisoned: what nobody should read shows in the tokens.
     """
-    graphs = Graphs(executor._model, executor._pool, buckets=buckets, pages_per_seq=20)
+    graphs = Graphs(executor._model, executor._pool, buckets=buckets, pages_per_seq=20, arena=arena)
     graphs.capture(Rerun(), progress or NoProgress())
     executor._graphs = graphs
     capacity = executor.capacity
@@ -132,9 +138,21 @@ def test_what_no_bucket_holds_runs_as_it_is(
     graphs = capture(executor, Bucket(2, 1))
     assert serve(executor, prompts(3), num_new=4, chunk_tokens=64) == want
     assert graphs.num_replays == 2, "the first has one step alone, and one with the second"
-    graphs.forget()
-    assert serve(executor, prompts(3), num_new=4, chunk_tokens=64) == want
-    assert graphs.num_replays == 2
+
+
+def test_nothing_is_replayed_while_the_graphs_memory_is_released(
+    demo_path: Path, start_rank: Start, serve: Serve
+) -> None:
+    executor, arena = start_rank(demo_path, quantization="none"), HostArena()
+    want = serve(executor, prompts(2), num_new=4, chunk_tokens=64)
+    graphs = capture(executor, Bucket(2, 1), arena=arena)
+    arena.keep()
+    arena.release()
+    assert serve(executor, prompts(2), num_new=4, chunk_tokens=64) == want
+    assert graphs.num_replays == 0
+    arena.resume()
+    assert serve(executor, prompts(2), num_new=4, chunk_tokens=64) == want
+    assert graphs.num_replays == 4
 
 
 def test_capture_is_told_of_and_goes_from_the_largest_to_the_smallest(

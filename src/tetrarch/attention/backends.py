@@ -20,11 +20,21 @@ __all__ = [
     "ROW_INVARIANT",
     "AttentionBackend",
     "AttentionStep",
+    "LargestStep",
     "TorchAttention",
 ]
 
 # Those that are built for one model, with memory of their own.
 BUILT = Registry({"triton": "tetrarch.attention.triton:TritonAttention"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestStep:
+    """What a backend's buffers must hold, for a model's life."""
+
+    num_seqs: int
+    short_q_len: int  # rows of a sequence that decodes, drafts included
+    context_len: int
 
 
 class AttentionStep(Protocol):

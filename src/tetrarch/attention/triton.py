@@ -9,7 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tetrarch.attention.types import AttentionInputs, AttentionSite, LargestStep
+from tetrarch.attention.backends import LargestStep
+from tetrarch.attention.types import AttentionInputs, AttentionSite
 from tetrarch.kernels.attention import reference, triton
 from tetrarch.kernels.attention.reference import ScoreRule
 from tetrarch.kernels.attention.triton import SplitLimits, limits_for, units_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["AttentionInputs", "AttentionSite", "LargestStep"]
+__all__ = ["AttentionInputs", "AttentionSite"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +36,3 @@ class AttentionSite:
     key_dim: int
     value_dim: int
     latent: bool  # MLA
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LargestStep:
-    """What a backend's buffers must hold, for a model's life."""
-
-    num_seqs: int
-    short_q_len: int  # rows of a sequence that decodes, drafts included
-    context_len: int

@@ -89,14 +89,7 @@ def _decide(
     quant = resolve_quant(args, checkpoint, facts, ledger)
     quant = resolve_draft_quant(args, spec, (draft or checkpoint).draft, quant, ledger)
     route = ledger.attempt(lambda: resolve_route(args, quant, device, ledger))
-    graphs = resolve_graphs(
-        args,
-        device,
-        schedule,
-        ledger,
-        runner="triton" if route is None else route.runner,  # what is refused waits for nobody
-        attention=attention,
-    )
+    graphs = resolve_graphs(args, device, schedule, ledger, route=route, attention=attention)
     dispatch = args.moe_dispatch if route is None else route.dispatch
     sized = partial(token_budget, schedule, spec, graphs=graphs, parallel=parallel)
     budget = ledger.attempt(lambda: sized(dispatch=dispatch, context_len=model.context_len))

@@ -12,6 +12,7 @@ from tetrarch.config.args import LaunchArgs
 from tetrarch.config.hardware import Arch, Device
 from tetrarch.config.ledger import ASKED, Ledger
 from tetrarch.config.plan import GraphPlan, ParallelPlan, SchedulePlan
+from tetrarch.config.support import Route
 from tetrarch.core.errors import ConfigError, Unsupported
 
 __all__ = ["resolve_attention", "resolve_deterministic", "resolve_graphs", "resolve_parallel"]
@@ -50,11 +51,11 @@ def resolve_graphs(
     schedule: SchedulePlan,
     ledger: Ledger,
     *,
-    runner: str,
+    route: Route | None,
     attention: str,
 ) -> GraphPlan:
     """Settle what is captured: decode and verify steps, up to so many sequences."""
-    waits = _what_waits(device, runner=runner, attention=attention)
+    waits = _what_waits(device, route, attention)
     asked = {
         "--cuda-graphs on": args.cuda_graphs == "on",
         f"--graph-max-batch {args.graph_max_batch}": args.graph_max_batch,
@@ -85,12 +86,12 @@ def resolve_graphs(
     return plan
 
 
-def _what_waits(device: Device, *, runner: str, attention: str) -> str:
+def _what_waits(device: Device, route: Route | None, attention: str) -> str:
     """Return why no step can be captured; empty where one can."""
     if device.arch is Arch.CPU:
         return "a CPU has no graphs to capture"
-    if runner != "triton":
-        return f"the {runner} runner waits for the device"
+    if route is not None and route.runner != "triton":
+        return f"the {route.runner} runner waits for the device"
     return "" if attention == "triton" else "torch's attention is laid out by the host"
 
 

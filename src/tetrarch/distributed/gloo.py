@@ -91,7 +91,7 @@ class GlooLink:
 
     def _await(self, timeout: float, *lifelines: Lifeline) -> None:
         """Wait for its answer, as long as lifelines hold; without words all went well."""
-        ready = wait([self._pipe, *lifelines], timeout + _GRACE)
+        ready = wait([self._pipe, *(line.fileno() for line in lifelines)], timeout + _GRACE)
         if not ready:
             raise TimeoutError("the process that receives does not answer")
         if self._pipe not in ready:

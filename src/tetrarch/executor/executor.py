@@ -17,6 +17,12 @@ from tetrarch.executor.batch import build_batch
 from tetrarch.executor.buckets import buckets_of, pages_per_seq
 from tetrarch.executor.capacity import Capacity, free_bytes, free_host_bytes, kv_capacity
 from tetrarch.executor.graphs import CudaRecorder, Graphs, Recorder
+from tetrarch.executor.headroom import (
+    free_after_cleanup,
+    graph_bytes,
+    step_bytes,
+    trial_capacity,
+)
 from tetrarch.executor.regions import RegionChange, Regions, RegionState
 from tetrarch.executor.results import Draws
 from tetrarch.executor.rows import RowMemory
@@ -29,6 +35,8 @@ from tetrarch.memory.slots import Region
 from tetrarch.models.build import Model, build_model
 from tetrarch.models.compiled import compile_layers
 from tetrarch.models.load import LoadReport
+from tetrarch.models.routers import swap_routers
+from tetrarch.models.surgery import part_unlike
 
 __all__ = ["KV_RELEASED", "READY", "Executor"]
 
@@ -79,37 +87,63 @@ class Executor:
         host = partial(free_host_bytes, plan.device)
         self.weights = WeightStore(self._model, plan, free_host=host)
         self.load_report: LoadReport = self.weights.load(progress or NoProgress())
+        part_unlike(self._model.hf)
         if plan.compiles_layers:
+            swap_routers(self._model.hf)
             compile_layers(self._model)
-        dtype = self._model.dtype
-        self.capacity: Capacity = kv_capacity(
-            plan,
-            bytes_per_token=bytes_per_token(self._model.sites, dtype),
-            free=free_bytes(plan.device),
-        )
-        buckets = buckets_of(plan)
-        self._pool = KVPool(
-            self._model.sites,
-            self.capacity.num_pages + bool(buckets),  # a spare one, for what fills buckets
-            page_size=self.capacity.page_size,
-            dtype=dtype,
-            device=self.device,
-            arena=self.regions[Region.KV_CACHE],
-        )
         self._rows = RowMemory(plan.schedule.max_running_requests, self.device)
         self._keeps_weights = False  # since the last release
         self.num_steps = self.moe_tokens_high_water = 0
+        recorder = recorder or (CudaRecorder(self.device) if self.device.type == "cuda" else None)
+        self._lay_out(self._measured_capacity(recorder))
+        self._graph_bytes = self._capture(recorder, progress or NoProgress())
+        self._smoke()
+        self.num_steps = self.moe_tokens_high_water = 0
+
+    def _measured_capacity(self, recorder: Recorder | None) -> Capacity:
+        """Size the pages by what is free, less what steps and graphs will take."""
+        taken = 0
+        if self.device.type == "cuda" and recorder is not None:
+            self._lay_out(trial_capacity(self.plan), is_trial=True)
+            taken = step_bytes(self._smoke) + graph_bytes(self._graphs, recorder)
+            del self._pool, self._graphs
+            free_after_cleanup()
+        return kv_capacity(
+            self.plan,
+            bytes_per_token=bytes_per_token(self._model.sites, self._model.dtype),
+            free=max(0, free_bytes(self.plan.device) - taken),
+        )
+
+    def _lay_out(self, capacity: Capacity, *, is_trial: bool = False) -> None:
+        """Allocate the pages, and what graphs read and write."""
+        buckets = buckets_of(self.plan)
+        self.capacity: Capacity = capacity
+        self._pool = KVPool(
+            self._model.sites,
+            capacity.num_pages + bool(buckets),  # a spare one, for what fills buckets
+            page_size=capacity.page_size,
+            dtype=self._model.dtype,
+            device=self.device,
+            arena=None if is_trial else self.regions[Region.KV_CACHE],
+        )
         self._graphs = Graphs(
             self._model,
             self._pool,
             buckets=buckets,
-            pages_per_seq=pages_per_seq(plan),
-            arena=self.regions[Region.GRAPHS],
+            pages_per_seq=pages_per_seq(self.plan),
+            arena=None if is_trial else self.regions[Region.GRAPHS],
         )
-        if buckets:
-            self._graphs.capture(recorder or CudaRecorder(self.device), progress or NoProgress())
-        self._smoke()
-        self.num_steps = self.moe_tokens_high_water = 0
+
+    def _capture(self, recorder: Recorder | None, progress: Progress) -> int:
+        """Capture what the plan says; return the bytes that it took."""
+        if recorder is None or not self._graphs.buckets:
+            return 0
+        is_cuda = self.device.type == "cuda"
+        before = free_after_cleanup() if is_cuda else 0
+        self._graphs.capture(recorder, progress)
+        self.weights.verify = self._graphs.check
+        after = free_after_cleanup() if is_cuda else 0
+        return self._graphs.slots.num_bytes + max(0, before - after)
 
     def step(self, step: Step) -> StepResult:
         """Launch a step and wait for it.
@@ -208,10 +242,12 @@ class Executor:
 
     @property
     def memory(self) -> Mapping[str, int]:
-        """Bytes by region, and of the scratch that the expert layers share."""
+        """Bytes by region, and of the scratch that layers share; graphs where there are any."""
+        graphs = {Region.GRAPHS: self._graph_bytes} if self._graphs.buckets else {}
         return {
             Region.WEIGHTS: self.weights.num_bytes,
             Region.KV_CACHE: self._pool.slots.num_bytes,
+            **graphs,
             "scratch": self._model.scratch.num_bytes,
         }
 

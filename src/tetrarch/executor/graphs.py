@@ -73,7 +73,7 @@ class Graphs:
         pool: Its pages; the last one is spare.
         buckets: Sizes to capture; none: nothing is.
         pages_per_seq: Of the longest sequence.
-        arena: Where inputs and results live.
+        arena: Where inputs and results live; while it is released nothing is replayed.
 
     Attributes:
         num_replays: Forwards that were replayed.
@@ -90,7 +90,7 @@ class Graphs:
         arena: Arena | None = None,
     ) -> None:
         self._model, self._pool, self.buckets = model, pool, tuple(sorted(buckets, reverse=True))
-        self.slots = SlotTable(arena)
+        self.slots, self._arena = SlotTable(arena), arena
         self._target: dict[Bucket, Replay] = {}
         self._draft: dict[Bucket, Replay] = {}
         self._prints = Fingerprints.of({})
@@ -119,27 +119,33 @@ class Graphs:
         }
 
     @torch.inference_mode()
-    def capture(self, recorder: Recorder, progress: Progress) -> None:
-        """Capture every bucket, the largest first: the smaller ones fit into its memory."""
+    def capture(
+        self, recorder: Recorder, progress: Progress, *, only: Sequence[Bucket] | None = None
+    ) -> None:
+        """Capture every bucket, the largest first: the smaller ones fit into its memory.
+
+        Args:
+            recorder: Captures one forward.
+            progress: Told how far it has come.
+            only: Not every bucket, but these.
+        """
+        buckets = self.buckets if only is None else only
+        if not buckets:
+            return
         began = time.perf_counter()
         self.slots.freeze()
         kinds = [(self._target, self._run_target)]
-        if self.buckets and self._speculates:
+        if self._speculates:
             kinds.append((self._draft, self._run_draft))
-        progress.start("capturing graphs", len(kinds) * len(self.buckets), "graphs")
+        progress.start("capturing graphs", len(kinds) * len(buckets), "graphs")
         for captured, run in kinds:
-            for bucket in self.buckets:
+            for bucket in buckets:
                 self._inputs.fill_idle(bucket)
                 captured[bucket] = recorder.record(_bound(run, bucket))
                 progress.advance()
         progress.finish()
         self._prints = Fingerprints.of(self._read())
         self.capture_s = time.perf_counter() - began
-
-    def forget(self) -> None:
-        """Drop what was captured; until the next capture everything runs as it is."""
-        self._target.clear()
-        self._draft.clear()
 
     def check(self) -> None:
         """Compare every tensor that the graphs read with what it was at their capture.
@@ -199,10 +205,10 @@ class Graphs:
 
     def _bucket_for(self, rows: Rows, captured: Mapping[Bucket, Replay]) -> Bucket | None:
         """Return the bucket to replay; `None` where the step must run as it is."""
-        if not captured:
+        if not captured or (self._arena is not None and self._arena.is_released):
             return None
         q_lens, kv_lens = rows.attn.q_lens, rows.attn.kv_lens_host
-        bucket = choose_bucket(self.buckets, q_lens, kv_lens)
+        bucket = choose_bucket(tuple(captured), q_lens, kv_lens)
         if bucket is None or rows.attn.page_table.shape[1] > self._inputs.pages_per_seq:
             return None
         padded = (*kv_lens, *(min(kv_lens),) * (bucket.num_seqs - len(kv_lens)))

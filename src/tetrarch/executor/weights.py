@@ -63,6 +63,7 @@ class WeightStore:
         self._planner = Planner(model, plan)
         self.state = self._before = WeightsState.NOT_LOADED
         self.path = plan.model.path
+        self.verify: Callable[[], None] = lambda: None  # called after every update; may refuse it
 
     @property
     def num_bytes(self) -> int:
@@ -107,6 +108,7 @@ class WeightStore:
         writer = WeightWriter(self._model, self._plan.quant, journal, digests=True)
         try:
             load = fill(writer, update.source, update.placements, progress=progress or NoProgress())
+            self.verify()
         except Exception as error:
             raise self._failed(journal, error) from error
         self.state, self.path = WeightsState.READY, update.path
@@ -146,8 +148,7 @@ class WeightStore:
     def select(self, tensors: Mapping[str, Tensor], *selectors: str) -> dict[str, Tensor]:
         """Return the tensors that all of these let through: `all`, `target`, `draft`."""
         is_draft = self._model.names.is_draft
-        wanted = {"draft": True, "target": False}
-        only = {wanted[selector] for selector in selectors if selector in wanted}
+        only = {selector == "draft" for selector in selectors if selector != "all"}
         return {name: value for name, value in tensors.items() if only <= {is_draft(name)}}
 
     def holds(self, tensors: Mapping[str, Tensor]) -> bool:
@@ -212,6 +213,7 @@ class WeightStore:
         self._session = None
         try:
             session.update.check_finished(full=self._needs_all)
+            self.verify()
         except Exception as error:
             raise self._failed(session.journal, error) from error
         self.state, self._done = WeightsState.READY, session.update.digests

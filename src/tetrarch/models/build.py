@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from tetrarch.attention.backends import BUILT, REFERENCE, ROW_INVARIANT, AttentionBackend
+from tetrarch.attention.backends import AttentionBackend
+from tetrarch.attention.build import build_attention
 from tetrarch.attention.layer import CONTEXT, LatentTap, PagedAttention
 from tetrarch.attention.pool import KVPool
-from tetrarch.attention.types import AttentionInputs, AttentionSite, LargestStep
-from tetrarch.config.budget import tokens_per_request
+from tetrarch.attention.types import AttentionInputs, AttentionSite
 from tetrarch.config.patterns import matches
 from tetrarch.config.plan import Plan, QuantPlan
 from tetrarch.memory.arena import Arena
@@ -26,9 +27,10 @@ from tetrarch.models.draft import DraftHead, draft_of
 from tetrarch.models.materialise import materialise, shorten_lookups
 from tetrarch.models.names import NamePlan
 from tetrarch.models.norms import fuse_norms
-from tetrarch.models.onednn import FEW_ROWS, is_small, without_onednn
+from tetrarch.models.onednn import FEW_ROWS, is_small, product, without_onednn
 from tetrarch.models.row_invariant import RowInvariant
 from tetrarch.models.skeleton import ExpertSite, Skeleton, read_skeleton, swap_module
+from tetrarch.models.surgery import join_products
 from tetrarch.moe.build import build_layer
 from tetrarch.moe.layer import MoELayer
 from tetrarch.moe.types import ExpertSpec
@@ -235,6 +237,10 @@ def build_model(
             arena=arena,
         )
         swap_module(skeleton.model, site.path, layers[site.path])
+    is_plain = (
+        device.type != "cpu" or plan.deterministic
+    )  # rows must not decide how one is computed
+    join_products(skeleton.model, F.linear if is_plain else product)
     weights = materialise(skeleton.model, SlotTable(arena), dtype=dtype, device=device)
     shorten_lookups(skeleton.model)
     return Model(
@@ -243,33 +249,13 @@ def build_model(
         experts=layers,
         ignored=ignored,
         sites=skeleton.attention,
-        attention=_attention(skeleton.attention, plan, device=device, scratch=scratch),
+        attention=build_attention(skeleton.attention, plan, device=device, scratch=scratch),
         weights=weights,
         scratch=scratch,
         dtype=dtype,
         device=device,
         vocab_size=plan.model.facts.vocab_size,
         deterministic=plan.deterministic,
-    )
-
-
-def _attention(
-    sites: tuple[AttentionSite, ...], plan: Plan, *, device: torch.device, scratch: SlotTable
-) -> AttentionBackend:
-    """Return who computes attention, with buffers for the largest step where it needs any.
-
-    Built elsewhere than planned, as `tetrarch checksum` does, a model attends to nothing.
-    """
-    if plan.attention == "torch" or device.type != plan.device.torch_device:
-        return ROW_INVARIANT if plan.deterministic else REFERENCE
-    prompts = plan.experts.budget.per_rank // plan.model.context_len + 1  # of a smoke step
-    largest = LargestStep(
-        num_seqs=max(plan.schedule.max_running_requests, plan.graphs.max_decode_batch, prompts),
-        short_q_len=tokens_per_request(plan.spec),
-        context_len=plan.model.context_len,
-    )
-    return BUILT[plan.attention].build(
-        sites, largest, device=device, scratch=scratch, invariant=plan.deterministic
     )
 
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When torch's own matrix-vector product beats oneDNN on the CPU.
+"""When torch's own product beats oneDNN on the CPU.
 
-oneDNN looks up, and often repacks, before it multiplies: 28 µs for one BF16 row and a 256 x 256
-weight, where torch's own loop takes 15 µs. Over the demo model's dense layers that is 3.9 against
-2.8 ms a step (torch 2.13, one core of a Sapphire Rapids Xeon). It also loses with up to four rows,
-as many as a verification of three drafts has: a whole step takes 9.1 against 7.9 ms with two or
-three, 9.7 against 8.8 with four. With eight it wins, 9.3 against 10.1, and so it does with a weight
-beyond 1024 x 1024.
+oneDNN looks up, and often repacks, before it multiplies: 40 to 70 µs whatever the size, up to
+1024 x 256. torch's own loop takes a third of a nanosecond for each weight and row: 26 µs for one
+BF16 row and a 256 x 256 weight, 46 for two, 86 for four, 165 for eight (torch 2.13, one core of a
+Sapphire Rapids Xeon). So a small model computes a few rows without oneDNN, routers and all, except
+for the products that are long enough.
 """
 
 from __future__ import annotations
@@ -15,12 +14,14 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-__all__ = ["FEW_ROWS", "is_small", "without_onednn"]
+__all__ = ["FEW_ROWS", "is_small", "product", "without_onednn"]
 
-FEW_ROWS = 4  # up to which oneDNN does not pay
+FEW_ROWS = 4  # up to which a small model does without; as many as three drafts make
 _SMALL = 1 << 20  # elements of the largest weight
+_SHORT = 1 << 17  # rows times elements of a weight: torch's 45 µs
 
 
 def is_small(model: nn.Module) -> bool:
@@ -29,12 +30,29 @@ def is_small(model: nn.Module) -> bool:
     return all(w.device.type == "cpu" and w.numel() < _SMALL for w in weights)
 
 
+def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Do as `F.linear`, with oneDNN where several rows make the product long."""
+    if rows.numel() == rows.shape[-1] or rows.numel() * len(weight) <= _SHORT:
+        return F.linear(rows, weight, bias)
+    before = _switch(on=True)
+    try:
+        return F.linear(rows, weight, bias)
+    finally:
+        _switch(on=before)
+
+
 @contextmanager
 def without_onednn() -> Generator[None, None, None]:
     """Run without oneDNN; one thread computes, so the process-wide switch is ours to flip."""
-    before = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False  # pyright: ignore  # a property in the guise of a module
+    before = _switch(on=False)
     try:
         yield
     finally:
-        torch.backends.mkldnn.enabled = before  # pyright: ignore
+        _switch(on=before)
+
+
+def _switch(*, on: bool) -> bool:
+    """Turn oneDNN on or off; return what it was."""
+    before: bool = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = on  # pyright: ignore  # a property in the guise of a module
+    return before

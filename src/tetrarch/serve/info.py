@@ -20,6 +20,7 @@ from tetrarch.serve.door import Door
 __all__ = ["get_weight_version", "model_card", "model_info", "models", "server_info"]
 
 MASK = "***"
+_GRAPHS = "cuda_graph"  # the region's name
 _SECRETS = frozenset(field.name for field in knobs(LaunchArgs) if field.knob.secret)
 
 
@@ -96,8 +97,8 @@ async def server_info(door: Door, _: Request) -> Response:
         "effective_max_running_requests_per_dp": plan.schedule.max_running_requests,
         "last_gen_throughput": door.metrics.throughput.rate,
         "memory_usage": _memory_gb(facts, capacity),
-        "decode_cuda_graph_bs": [],  # nothing is captured
-        "decode_cuda_graph_memory_gb": 0.0,
+        "decode_cuda_graph_bs": plan.graphs.decode_batches,
+        "decode_cuda_graph_memory_gb": _graphs_gb(facts),
         "num_used_tokens": load.num_used_tokens,
         "counters": load.counters,
         **_speculation(load.spec),
@@ -193,10 +194,19 @@ def _memory_gb(facts: dict[str, Any], capacity: int) -> dict[str, Any]:
     """Bytes by region as GB, under the names that benchmarks read."""
     regions = cast("dict[str, int]", facts.get("memory", {}))
     names = {"weights": "weight", "kv_cache": "kvcache"}
-    usage = {names.get(region, region): size / 1e9 for region, size in regions.items()}
+    usage: dict[str, Any] = {
+        names.get(region, region): size / 1e9
+        for region, size in regions.items()
+        if region != _GRAPHS
+    }
     if "startup_available" in facts:  # before anything was loaded
         usage["startup_available"] = facts["startup_available"] / 1e9
-    return {**usage, "token_capacity": capacity, "graph": {}}
+    graphs = {"decode": _graphs_gb(facts)} if _GRAPHS in regions else {}
+    return {**usage, "token_capacity": capacity, "graph": graphs}
+
+
+def _graphs_gb(facts: dict[str, Any]) -> float:
+    return cast("dict[str, int]", facts.get("memory", {})).get(_GRAPHS, 0) / 1e9
 
 
 def _masked(value: Any) -> Any:

@@ -97,7 +97,7 @@ def test_tokens_without_a_slot_are_not_written(device: torch.device) -> None:
     at = torch.tensor([7, -1, 0, 3, -1], device=device)
     kernels.write_rows[(2, 2)](
         key, value, keys, values, at, 5, 8, 40, 24, 120,
-        GROUPS=2, DIM=8, VALUE_DIM=24, TOKENS=4, BLOCK=32,
+        GROUPS=2, DIM=8, VALUE_DIM=24, TOKENS=4, BLOCK=32, OVERLAP=False,
     )  # fmt: skip
     for pool, rows in ((keys, key), (values, value)):
         want = torch.zeros_like(pool).flatten(0, 1)

@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("triton", reason="pip install tetrarch[test-kernels]")
 
 SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}
-NAMES = {"_quantize_rows", "_amax_of"}
-NAMES |= {"_count_experts", "_align_expert", "_finalize_rows"}
+NAMES = {"_quantize_rows", "_encode_matrices"}
+NAMES |= {"_count_chunk", "_place_chunk", "_align_expert", "_finalize_rows"}
 
 
 @pytest.mark.parametrize("arch", SHARED_BYTES)
