@@ -75,8 +75,12 @@ def test_nobody_overtakes_a_request_that_waits_for_pages(make_bench: Make) -> No
     assert first["a"] < first["large"] <= first["small"]
 
 
-def test_a_request_set_back_for_lack_of_pages_yields_the_same_tokens(make_bench: Make) -> None:
-    bench = make_bench(pages=64, page_size=4, context=220, running=8)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_a_request_set_back_for_lack_of_pages_yields_the_same_tokens(
+    make_bench: Make, overlap: bool, penalty: float
+) -> None:
+    bench = make_bench(pages=64, page_size=4, context=220, running=8, overlap=overlap)
     requests = [
         bench.add(
             f"r{i}",
@@ -84,7 +88,7 @@ def test_a_request_set_back_for_lack_of_pages_yields_the_same_tokens(make_bench:
             max_new_tokens=180,
             temperature=float(i % 2),
             sampling_seed=i,
-            presence_penalty=0.5 * (i % 3),
+            presence_penalty=penalty * (i % 3),
         )
         for i in range(6)
     ]
