@@ -127,7 +127,8 @@ def test_requests_that_are_set_back_say_what_they_say_alone(
 
     def num_retracted() -> float:
         lines = cramped_server.http.get("/metrics").text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if "num_retracted_req" in line[:40])
+        found = [line for line in lines if line.startswith("sglang:num_retracted_reqs")]
+        return sum(float(line.split()[-1]) for line in found)
 
     numbers = range(11, 17)
     alone = [ask(number) for number in numbers]
