@@ -25,6 +25,7 @@ from measure import architecture, in_parallel, machine, read_ceiling, time_graph
 from compile_only import compile_for
 from tetrarch.core.errors import TetrarchError
 from tetrarch.kernels.attention import triton as paged
+from tetrarch.kernels.attention.tiles import Tile
 
 SHAPES = ((1, 32768), (8, 8192), (64, 1024))
 DECODE = (  # rows x keys, warps, stages
@@ -50,7 +51,7 @@ def tile(choice: Any) -> Iterator[None]:
 
 def tile_of(name: str) -> Any:
     """Return the tile that the name says."""
-    return paged.Tile(*map(int, re.findall(r"\d+", name)))
+    return Tile(*map(int, re.findall(r"\d+", name)))
 
 
 def compile_choice(job: tuple[int, str, int, str, int, int]) -> None:

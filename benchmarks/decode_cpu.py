@@ -94,7 +94,7 @@ def host(executor: Executor, streams: int, *, num_steps: int) -> list[float]:
             step,
             page_size=executor.capacity.page_size,
             budget=plan.experts.budget,
-            device=logits.device,
+            memory=executor._rows,
         )
         Draws(step, logits).wait()
         seconds.append(time.perf_counter() - start)

@@ -32,6 +32,7 @@ from tetrarch.models.build import Model
 from tetrarch.models.compiled import compile_layers
 from tetrarch.models.materialise import materialise, shorten_lookups
 from tetrarch.models.norms import fuse_norms
+from tetrarch.models.routers import swap_routers
 from tetrarch.models.skeleton import read_skeleton, swap_module
 
 QWEN3_30B = dict(
@@ -168,8 +169,15 @@ def fused_norms(model: Model) -> None:
 
 
 def compiled(model: Model) -> None:
-    """Compile as the engine does."""
+    """Compile and no more."""
     fused_norms(model)
+    compile_layers(model)
+
+
+def with_swaps(model: Model) -> None:
+    """Compile as the engine does, with the swaps that agree with what they replace."""
+    fused_norms(model)
+    swap_routers(model.hf)
     compile_layers(model)
 
 
@@ -177,6 +185,7 @@ VARIANTS: dict[str, Callable[[Model], None]] = {
     "transformers": eager,
     "fused norms": fused_norms,
     "compiled": compiled,
+    "compiled, swaps": with_swaps,
 }
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "NEAR_TIE",
     "RECIPROCAL_SCALE",
     "SGLANG_FP8_IN_FP16",
+    "SUM_ORDER",
     "Tolerance",
     "assert_close",
 ]
@@ -61,6 +62,12 @@ SGLANG_FP8_IN_FP16 = Tolerance(
     atol=2.0**-25,
     reason="where the scale has no dimension SGLang rounds the product to FP16, whose subnormals "
     "are 2**-24 apart, and then to BF16; we round once",
+)
+
+SUM_ORDER = Tolerance(
+    rtol=2.0**-16,
+    atol=2.0**-17,
+    reason="FP32 sums of some hundred terms of size 1, in the order that a product's shape decides",
 )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks are declared, and refused until they exist; graphs are for GPUs, determinism for CPUs."""
+"""Ranks are declared, and refused until they exist; graphs are for GPUs."""
 
 from __future__ import annotations
 
@@ -92,15 +92,26 @@ def test_deterministic_and_fused_finalize_contradict_each_other(refusals: Refusa
     assert any("contradict each other" in error.what for error in errors)
 
 
-def test_deterministic_is_for_the_cpu(settle: Callable[..., Plan], refusals: Refusals) -> None:
-    plan = settle(deterministic=True)
+@pytest.mark.parametrize("arch", [Arch.CPU, Arch.SM90])
+def test_deterministic_is_for_every_device(settle: Callable[..., Plan], arch: Arch) -> None:
+    plan = settle(deterministic=True, arch=arch)
     assert plan.deterministic
     [decision] = [one for one in plan.decisions if one.field == "deterministic"]
     assert decision.value == "on"
-    assert not settle().deterministic
-    (error,) = refusals(deterministic=True, arch=Arch.SM90)
+    assert ("GPU" in decision.why) is (arch is Arch.SM90)
+    assert not settle(arch=arch).deterministic
+
+
+@pytest.mark.parametrize(
+    "settings", [{"attention_backend": "torch"}, {"moe_runner": "reference"}], ids=str
+)
+def test_on_a_gpu_deterministic_is_for_triton_alone(
+    refusals: Refusals, settings: dict[str, Any]
+) -> None:
+    (error,) = refusals(deterministic=True, arch=Arch.SM90, **settings)
     assert isinstance(error, Unsupported)
-    assert "--deterministic is not supported on sm90" in error.what
+    [(field, value)] = settings.items()
+    assert f"--{field.replace('_', '-')} {value}" in error.what
 
 
 def test_a_gpu_captures_as_many_sequences_as_may_run(settle: Callable[..., Plan]) -> None:

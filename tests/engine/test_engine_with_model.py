@@ -129,6 +129,7 @@ def check(
         assert len(got.prompt) == (len(request.prompt_ids) - start if start > 0 else 0)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 def test_tokens_and_logprobs_are_those_of_each_request_alone(
     plan: Plan,
     executor: Executor,
@@ -136,8 +137,10 @@ def test_tokens_and_logprobs_are_those_of_each_request_alone(
     alone: dict[str, Heard],
     demo_tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
+    overlap: bool,
 ) -> None:
     monkeypatch.setattr(holdings, "_HEADROOM", 0)  # so that pages run out
+    plan = replace(plan, schedule=replace(plan.schedule, overlap=overlap))
     engine = Engine(plan, executor, demo_tokenizer)
     together = run(engine, requests)
     assert engine.counters["num_retracted_reqs"] > 0

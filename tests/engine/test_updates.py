@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,14 @@ def request(rid: str, prompt: tuple[int, ...] = PROMPT, tokens: int = LENGTH) ->
     )
 
 
-@pytest.fixture
-def desk(model_desk: Any) -> Any:
-    """Over a real model, A."""
-    return model_desk
+@pytest.fixture(params=[False])
+def desk(rank: Any, make_desk: Make, request: pytest.FixtureRequest) -> Any:
+    """Over a real model, A; its steps overlap where a test asks for that."""
+    schedule = replace(rank.plan.schedule, overlap=request.param)
+    return make_desk(Engine(replace(rank.plan, schedule=schedule), rank))
+
+
+OVERLAP = pytest.mark.parametrize("desk", [False, True], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +103,7 @@ def spans(desk: Any, rid: str) -> list[tuple[str, int, int]]:
     return [(span.version, span.start, span.end) for span in desk.deltas(rid)[-1].versions]
 
 
+@OVERLAP
 def test_running_requests_keep_their_tokens_and_are_computed_again_under_new_weights(
     desk: Any, rank: Any, checkpoints: Paths, alone: Any
 ) -> None:
@@ -127,6 +133,7 @@ def test_running_requests_keep_their_tokens_and_are_computed_again_under_new_wei
     assert desk.tokens("c") == alone(1, PROMPT, LENGTH)[0], "a page of old weights lived on"
 
 
+@OVERLAP
 def test_without_a_flush_running_requests_keep_their_keys_and_values(
     desk: Any, rank: Any, checkpoints: Paths, alone: Any
 ) -> None:

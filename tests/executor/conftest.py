@@ -57,6 +57,7 @@ class HistoryModel:
             )
             for index, name in enumerate(("attn", "draft"))
         )
+        self.hf = torch.nn.Identity()
         self.weights, self.scratch = SlotTable(), SlotTable()
         self.experts: dict[str, Any] = {}
         self.dtype = torch.float32

@@ -11,9 +11,11 @@ import torch
 from tetrarch.config.plan import TokenBudget
 from tetrarch.core.errors import CapacityExceeded
 from tetrarch.executor.batch import ForwardBatch, build_batch
+from tetrarch.executor.rows import RowMemory
 from tetrarch.executor.step import FUTURE, Phase, PromptScoring, SampleSpec, SeqChunk, Step
 
 PAGE = 4
+CPU = torch.device("cpu")
 BUDGET = TokenBudget(per_rank=64, rows=64, term="decode: 64 requests x 1 token")
 
 
@@ -23,7 +25,7 @@ def step_of(*seqs: SeqChunk) -> Step:
 
 
 def build(*seqs: SeqChunk) -> ForwardBatch:
-    return build_batch(step_of(*seqs), page_size=PAGE, budget=BUDGET, device=torch.device("cpu"))
+    return build_batch(step_of(*seqs), page_size=PAGE, budget=BUDGET, memory=RowMemory(16, CPU))
 
 
 def random_seqs(seed: int) -> list[SeqChunk]:
@@ -125,18 +127,25 @@ def test_a_sequence_with_too_few_pages_is_refused() -> None:
 
 
 def test_a_future_token_is_the_last_one_of_its_row() -> None:
-    last_ids = torch.tensor([70, 71, 72, 73])
+    memory = RowMemory(4, CPU)
+    memory.note_drawn(torch.tensor([3, 0, 2, 1]), torch.tensor([73, -1, 72, 71]))
     seqs = [
         SeqChunk(row=2, token_ids=(FUTURE,), start=1, pages=(0,)),
         SeqChunk(row=1, token_ids=(1, 2, 3), start=0, pages=(1,)),
         SeqChunk(row=3, token_ids=(5, FUTURE), start=0, pages=(2,)),
+        SeqChunk(row=0, token_ids=(FUTURE,), start=2, pages=(3,)),
     ]
-    batch = build_batch(
-        step_of(*seqs),
-        page_size=PAGE,
-        budget=BUDGET,
-        device=torch.device("cpu"),
-        last_ids=last_ids,
+    batch = build_batch(step_of(*seqs), page_size=PAGE, budget=BUDGET, memory=memory)
+    assert batch.token_ids.tolist() == [72, 1, 2, 3, 5, 73, 0], "a broken one is any valid id"
+    assert memory.last_ids.tolist() == [0, 71, 72, 73]
+
+
+def test_rows_that_draw_are_listed_in_the_order_of_their_draws() -> None:
+    chunk = {"token_ids": (1, 2), "start": 0, "pages": (0,)}
+    spec = SampleSpec()
+    batch = build(
+        SeqChunk(row=5, samples=(spec,), **chunk),
+        SeqChunk(row=1, **chunk),
+        SeqChunk(row=3, samples=(spec, spec), **chunk),
     )
-    assert batch.token_ids.tolist() == [72, 1, 2, 3, 5, 73]
-    assert last_ids.tolist() == [70, 71, 72, 73]
+    assert batch.drawn.tolist() == [5, 3, 3]

@@ -105,7 +105,7 @@ def test_behind_a_broken_row_comes_a_token_that_can_be_read(
     history_model.broken = False
     (chunk_after,) = launch_all(executor, prompts=[[5, 3, 8]], num_new=1)
     assert chunk_after.wait().seqs[0].token_ids == (history_model.next_token([5, 3, 8]),)
-    assert executor._last_ids.min() >= 0
+    assert executor._rows.last_ids.min() >= 0
 
 
 def test_an_idle_step_runs_nothing(executor: Executor, history_model: Any) -> None:

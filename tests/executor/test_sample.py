@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tetrarch.executor import sample as room
-from tetrarch.executor.sample import uniform
+from tetrarch.executor.sample import uniforms
 from tetrarch.executor.step import SampleSpec
 
 LOGITS = [2.0, 0.5, 1.0, -1.0, 0.0, 3.0, -0.5, 1.5]
@@ -219,14 +219,28 @@ def test_the_logits_are_not_modified() -> None:
 def test_uniform_numbers_are_even_and_unrelated_between_neighbours() -> None:
     """Mean 1/2 and variance 1/12 of 20,000 numbers, correlation below 4 / sqrt(n)."""
     count = 20_000
+    every, same = list(range(count)), [0] * count
     for numbers, neighbours in (
-        ([uniform(0, i) for i in range(count)], [uniform(1, i) for i in range(count)]),
-        ([uniform(i, 0) for i in range(count)], [uniform(i, 1) for i in range(count)]),
-        ([uniform(i, 5) for i in range(count)], [uniform(i + 1, 4) for i in range(count)]),
+        ((same, every), ([1] * count, every)),
+        ((every, same), (every, [1] * count)),
+        ((every, [5] * count), (range(1, count + 1), [4] * count)),
     ):
-        pair = torch.tensor([numbers, neighbours], dtype=torch.float64)
+        pair = torch.stack([torch.from_numpy(uniforms(*at)) for at in (numbers, neighbours)])
+        pair = pair.double()
         assert pair.min() >= 0
         assert pair.max() < 1
         assert (pair.mean(dim=1) - 0.5).abs().max() < 4 / math.sqrt(12 * count)
         assert (pair.var(dim=1) - 1 / 12).abs().max() < 0.002
         assert torch.corrcoef(pair)[0, 1].abs() < 4 / math.sqrt(count)
+
+
+def test_a_seed_draws_what_it_has_always_drawn() -> None:
+    """Also one that does not fit into 64 bits, or is negative."""
+    seeds, positions = [0, 1, -5, 2**63 - 1, 2**64 + 3], [0, 1, 2, 100_000, 7]
+    assert (uniforms(seeds, positions) * 2**24).tolist() == [
+        14819496,
+        6247724,
+        1942587,
+        6499511,
+        13235478,
+    ]

@@ -32,9 +32,10 @@ def test_arrays_arrive_as_they_were_and_aligned(device: str) -> None:
         assert np.array_equal(back, array)
 
 
+@pytest.mark.gpu
 def test_one_storage_holds_them_all() -> None:
     """So that one transfer brings them."""
-    tensors = upload(torch.device("cpu"), *ARRAYS)
+    tensors = upload(torch.device("cuda"), *ARRAYS)
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
 
 

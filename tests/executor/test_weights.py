@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,11 +225,11 @@ class Spoiled:
         self.count = 0
 
     def __get__(self, instance: SlotTable, owner: type) -> Callable[..., None]:
-        return lambda name, value: self.write(instance, name, value)
+        return partial(self.write, instance)
 
-    def write(self, table: SlotTable, name: str, value: Tensor) -> None:
+    def write(self, table: SlotTable, name: str, value: Tensor, rows: slice | None = None) -> None:
         self.count += 1
-        self.target(table, name, value)
+        self.target(table, name, value, rows)
         if self.count == 7:
             table[name].view(-1).view(torch.uint8)[0] ^= 1
 

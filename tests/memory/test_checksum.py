@@ -94,3 +94,15 @@ def test_a_combination_depends_on_names_and_not_on_order() -> None:
     one, other = {"a": "1", "b": "2"}, {"b": "2", "a": "1"}
     assert combine(one) == combine(other)
     assert len({combine(one), combine({"a": "2", "b": "1"}), combine({"a": "1"})}) == 3
+
+
+@pytest.mark.parametrize("at_once", [2, 3, 64])
+def test_pieces_summed_together_have_the_same_digest(
+    monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr(checksum, "_WORDS", 5)
+    tensors = [torch.arange(size, dtype=torch.uint8) for size in (0, 1, 19, 20, 21, 100, 123, 200)]
+    alone = [digest(tensor) for tensor in tensors]
+    monkeypatch.setattr(checksum, "_AT_ONCE", {"cpu": at_once})
+    assert [digest(tensor) for tensor in tensors] == alone

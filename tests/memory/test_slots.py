@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tetrarch.core.errors import AddressChanged
 from tetrarch.core.specs import TensorSpec
+from tetrarch.memory.arena import Arena, HostArena
 from tetrarch.memory.slots import SlotTable
 
 SPEC = TensorSpec((2, 3), torch.float32, torch.device("cpu"))
@@ -86,3 +89,20 @@ def test_rows_are_written_alone() -> None:
     assert slot.tolist() == [[7.0] * 3, [1.0] * 3]
     with pytest.raises(AddressChanged, match="shape"):
         table.write_("w", torch.ones(2, 3), slice(1, 2))
+
+
+@pytest.mark.parametrize("arena", [None, HostArena()])
+def test_rows_of_one_tensor_are_slots_of_their_own(arena: Arena | None) -> None:
+    table = SlotTable(arena)
+    sizes = {"q": 4, "k": 2, "v": 3}
+    table.allocate_rows({name: replace(SPEC, shape=(n, 3)) for name, n in sizes.items()})
+    assert {name: tuple(slot.shape) for name, slot in table.items()} == {
+        name: (n, 3) for name, n in sizes.items()
+    }
+    for value, name in enumerate(sizes):
+        table.write_(name, torch.full((sizes[name], 3), float(value)))
+    assert table["q"].as_strided((9, 3), (3, 1))[:, 0].tolist() == [0.0] * 4 + [1.0] * 2 + [2.0] * 3
+    assert table.num_bytes == 9 * 3 * 4
+    with pytest.raises(AddressChanged, match="'k'"):
+        table.allocate_rows({"new": SPEC, "k": SPEC})
+    assert "new" not in table, "nothing is allocated where one is refused"

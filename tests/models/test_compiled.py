@@ -20,6 +20,7 @@ from tetrarch.attention.pool import KVPool
 from tetrarch.attention.types import AttentionInputs
 from tetrarch.models.build import Model
 from tetrarch.models.compiled import compile_layers
+from tetrarch.models.skeleton import swap_module
 from tetrarch.models.sources import SafetensorsSource
 
 KINDS = {  # what differs: dense or experts; a window or none
@@ -154,7 +155,7 @@ def test_a_layer_that_cannot_be_compiled_in_one_piece_raises(lab: Any) -> None:
         def forward(self, hidden: Tensor) -> Tensor:
             return hidden if hidden.sum().item() > 0 else -hidden
 
-    model.hf.get_submodule("model.layers.1").register_module("input_layernorm", Peeking())
+    swap_module(model.hf, "model.layers.1.input_layernorm", Peeking())
     steps(model)
     compiled(model)
     with pytest.raises(Exception, match=r"graph|Unsupported|data-dependent"):

@@ -20,7 +20,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tetrarch.config.cli import read_keywords
+from tetrarch.config.hardware import detect
+from tetrarch.config.launch import plan_launch
+from tetrarch.core.progress import NoProgress
 from tetrarch.core.units import MIB
+from tetrarch.models.build import build_model
+from tetrarch.models.describe import describe
+from tetrarch.models.load import load_weights
+from tetrarch.models.sources import TensorSource, open_checkpoint
 from tetrarch.numerics.contract import Quantization
 
 NUM_LAYERS, NUM_EXPERTS, HIDDEN, INTERMEDIATE = 4, 32, 512, 256
@@ -152,3 +160,34 @@ def test_an_update_stages_one_layer_beside_the_old_weights(
     assert ours["peak"] <= limit < measure("hoard")["peak"]
     undo = measure("again, with undo")["peak"]
     assert 0.95 * ours["final"] < undo <= ours["final"] + limit
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", ["none", "nvfp4_online"])
+def test_on_a_gpu_loading_needs_the_model_and_one_layer_as_stored(
+    tiny_checkpoint: Any, quantization: str
+) -> None:
+    """Negative control: a source that is on the device as a whole."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    sizes = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_experts": 64}
+    path = tiny_checkpoint("qwen3_moe", num_hidden_layers=3, **sizes).path
+    settings = {"model": str(path), "quantization": quantization, "dtype": "bfloat16"}
+    plan = plan_launch(read_keywords(settings, {}), describe=describe, device=detect("cuda"))
+    model = build_model(plan)
+    source = open_checkpoint(plan, str(path))
+    layer = sum(h.num_bytes for name, h in source.headers.items() if ".layers.0." in name)
+
+    def peak(given: Any) -> int:
+        load_weights(model, given, plan=plan.quant, progress=NoProgress())  # compiles
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        load_weights(model, given, plan=plan.quant, progress=NoProgress())
+        return torch.cuda.max_memory_allocated() - before
+
+    assert peak(source) <= layer
+    final = torch.cuda.memory_allocated()
+    whole = TensorSource({name: tensor.cuda() for name, tensor in source.read(source.headers)})
+    assert torch.cuda.memory_allocated() - final > 3 * layer
+    del whole

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from interpreter import repair
+from tetrarch.moe import stores
+from tetrarch.moe.registry import ENCODERS
 from tetrarch.moe.stores import PackedStore, PlainStore
-from tetrarch.moe.types import ExpertActivation, ExpertSpec, Part
+from tetrarch.moe.types import CanonicalExperts, ExpertActivation, ExpertSpec, Part
 from tetrarch.numerics import nvfp4
 from tetrarch.numerics.contract import WEIGHT_RECIPE
 
@@ -65,3 +69,37 @@ def test_plain_rows_are_in_the_models_dtype(make_spec: Any, make_matrices: Any) 
     experts = store.finish(biases={})
     assert torch.equal(experts.gate_up[3, 32:], matrices[Part.UP, 3].half())
     assert torch.equal(experts.down[1], matrices[Part.DOWN, 1].half())
+
+
+@pytest.mark.parametrize("place", ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_gpus_encoder_writes_the_references_bytes(
+    make_spec: Any,
+    make_matrices: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+) -> None:
+    """On the CPU the table's other row is put in the place of its own."""
+    pytest.importorskip("triton", reason="pip install tetrarch[test-kernels]")
+    if (place == "cuda") != torch.cuda.is_available():
+        pytest.skip("kernels are compiled where there is a GPU, else interpreted")
+    sizes = {"num_experts": 1, "num_local_experts": 1, "hidden_size": 16, "intermediate_size": 16}
+    spec = make_spec(**sizes if place == "interpreter" else {})
+    matrices = make_matrices(spec)
+
+    def store(device: str) -> CanonicalExperts:
+        filled = PackedStore(replace(spec, device=torch.device(device)), WEIGHT_RECIPE)
+        for (part, expert), value in matrices.items():
+            filled.put(part, expert, value)
+        return filled.finish(input_scales=ONES, biases={})
+
+    want = store("cpu")
+    if place == "interpreter":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when Triton decorates a kernel
+        repair()
+        monkeypatch.setattr(stores, "ENCODERS", {"cpu": ENCODERS["cuda"]})
+    have = store("cpu" if place == "interpreter" else "cuda")
+    for name in ("gate_up", "down"):
+        for suffix in ("", "_block_scale", "_global_scale"):
+            ours, theirs = (getattr(one, name + suffix).cpu() for one in (have, want))
+            octets = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (ours, theirs)]
+            assert torch.equal(*octets), name + suffix

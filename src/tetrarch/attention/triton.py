@@ -14,6 +14,7 @@ from tetrarch.attention.types import AttentionInputs, AttentionSite
 from tetrarch.kernels.attention import reference, triton
 from tetrarch.kernels.attention.reference import ScoreRule
 from tetrarch.kernels.attention.triton import SplitLimits, limits_for, units_of
+from tetrarch.kernels.matmul.triton import multiply_heads
 from tetrarch.memory.slots import SlotTable
 
 __all__ = ["TritonAttention"]
@@ -117,6 +118,8 @@ class _TritonStep:
         return triton.paged_latent_attention(*query, latents, rotaries, self._batch, rule)
 
     def per_head(self, rows: Tensor, weight: Tensor) -> Tensor:
+        if self._batch.limits.exact_prompts:
+            return multiply_heads(rows, weight)
         return reference.per_head(rows, weight)
 
 

@@ -120,15 +120,20 @@ def resolve_attention(args: LaunchArgs, device: Device, ledger: Ledger) -> str:
 
 def resolve_deterministic(args: LaunchArgs, device: Device, ledger: Ledger) -> bool:
     """Settle whether results may depend on what runs beside them."""
-    if args.deterministic and device.arch is not Arch.CPU:
-        ledger.refuse(
-            Unsupported(
-                f"--deterministic is not supported on {device.arch} yet",
-                why="its matrix products round a row differently in batches of another size; "
-                "the CPU's are cut into tiles of one shape",
-                fix="leave it out, or --device cpu",
+    on_gpu = args.deterministic and device.arch is not Arch.CPU
+    for flag, asked, only in (
+        ("--attention-backend", args.attention_backend, "triton"),
+        ("--moe-runner", args.moe_runner, "triton"),
+    ):
+        if on_gpu and asked not in ("auto", only):
+            ledger.refuse(
+                Unsupported(
+                    f"--deterministic with {flag} {asked} is not supported on {device.arch}",
+                    why="nobody has shown that it gives a row the same bits whatever other rows "
+                    "there are",
+                    fix=f"{flag} {only}, or leave --deterministic out",
+                )
             )
-        )
     if args.deterministic and args.fused_finalize:
         ledger.refuse(
             ConfigError(
@@ -137,7 +142,8 @@ def resolve_deterministic(args: LaunchArgs, device: Device, ledger: Ledger) -> b
                 fix="leave one of the two out",
             )
         )
-    why = "a request's bits depend on its prompt, settings and seed; on one kind of CPU and threads"
+    where = "one kind of GPU" if on_gpu else "one kind of CPU and threads"
+    why = f"a request's bits depend on its prompt, settings and seed; on {where}"
     no = "a request's last bits depend on what runs beside it"
     ledger.decide("deterministic", *(("on", why) if args.deterministic else ("off", no)))
     return args.deterministic

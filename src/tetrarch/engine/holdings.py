@@ -69,10 +69,11 @@ class Holdings:
     def extend(self, seq: Sequence, count: int) -> bool:
         """Give a sequence the pages for its next `count` tokens, if there are any."""
         need = seq.pages_for(seq.num_launched + count, page_size=self._pool.page_size)
+        if need == 0:
+            return True
         if need > self._pool.num_available:
             return False
-        if need:
-            seq.pages += self._pool.take(need)
+        seq.pages += self._pool.take(need)
         return True
 
     def reserve_drafts(self, seq: Sequence, count: int) -> int:

@@ -141,5 +141,5 @@ class EngineLoop:
 
 def _gist(beat: Heartbeat) -> tuple[object, ...]:
     """Return what a door should know at once."""
-    load = (beat.num_running, beat.num_waiting, beat.is_paused, beat.is_updating)
-    return (*load, beat.weight_version, beat.model_path, beat.state)
+    load = (beat.num_running, beat.num_waiting, beat.num_used_tokens > 0, beat.is_paused)
+    return (*load, beat.is_updating, beat.weight_version, beat.model_path, beat.state)

@@ -37,7 +37,8 @@ class Output:
         self._told = 0  # output tokens that the client knows
         self._logprobs: list[TokenLogprob] = []  # of those it does not
         self._told_prompt = False
-        self._spans: list[WeightSpan] = []
+        self._closed: list[WeightSpan] = []  # of versions that draw no more
+        self._version, self._drawn_since = "", 0  # the one that draws, and its first output
         self.times = {"received": time.monotonic()}
         self.acceptance = Acceptance()
 
@@ -54,11 +55,14 @@ class Output:
         Returns:
             Why the output ends, or `None` while it goes on.
         """
+        if token_ids and "first_token" not in self.times:
+            self.times["first_token"] = time.monotonic()
         for index, token_id in enumerate(token_ids):
             self.seq.tokens.append(token_id)
-            self._logprobs += logprobs[index : index + 1]
-            self._extend_span(version)
-            self.times.setdefault("first_token", time.monotonic())
+            if logprobs:
+                self._logprobs.append(logprobs[index])
+            if version != self._version:
+                self._change_version(version)
             if (finish := self._finish(token_id)) is not None:
                 return finish
         return None
@@ -88,17 +92,23 @@ class Output:
             finish=finish,
             num_cached=seq.num_cached,
             num_retractions=seq.num_retractions,
-            versions=tuple(self._spans),
+            versions=self._spans,
             times=dict(self.times),
             acceptance=self.acceptance.copy() if self.acceptance.num_verifies else None,
         )
 
-    def _extend_span(self, version: str) -> None:
-        end = self.seq.num_outputs
-        if self._spans and self._spans[-1].version == version:
-            self._spans[-1] = WeightSpan(version, self._spans[-1].start, end)
-        else:
-            self._spans.append(WeightSpan(version, end - 1, end))
+    def _change_version(self, version: str) -> None:
+        """Note that the last token is the first one of this version."""
+        end = self.seq.num_outputs - 1
+        if end > 0:
+            self._closed.append(WeightSpan(self._version, self._drawn_since, end))
+        self._version, self._drawn_since = version, end
+
+    @property
+    def _spans(self) -> tuple[WeightSpan, ...]:
+        if (end := self.seq.num_outputs) == 0:
+            return ()
+        return (*self._closed, WeightSpan(self._version, self._drawn_since, end))
 
     def _finish(self, token_id: int) -> FinishReason | None:
         seq = self.seq

@@ -171,10 +171,11 @@ class Scheduler:
 
     def _decodes(self) -> _Work:
         """Everyone who has one token left; the oldest get their pages first."""
-        for seq in [seq for seq in self.running if seq.num_left == 1]:
+        decodes = [seq for seq in self.running if seq.num_left == 1]
+        for seq in decodes:
             while seq.row is not None and not self._holdings.extend(seq, 1):
                 self._retract(self.running[-1])
-        return [(seq, 1) for seq in self.running if seq.num_left == 1]
+        return [(seq, 1) for seq in decodes if seq.row is not None]
 
     def _prefills(self, num_decodes: int) -> _Work:
         """Prompts that go on, then prompts that begin, as far as tokens and pages allow."""

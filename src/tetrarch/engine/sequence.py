@@ -63,7 +63,7 @@ class Sequence:
     ) -> None:
         self.request, self.order, self.limit, self.end_ids = request, order, limit, end_ids
         seed = request.sampling.sampling_seed
-        self._seed = random.getrandbits(63) if seed is None else seed
+        seed = random.getrandbits(63) if seed is None else seed
         self.tokens = list(request.prompt_ids)
         self.num_prompt = len(self.tokens)
         self.num_computed = self.num_launched = self.num_future = 0
@@ -83,6 +83,7 @@ class Sequence:
             or sampling.presence_penalty != 0.0
         )
         self._ends = tuple(sorted(end_ids))
+        self._spec = _spec(request, seed)
         self._first_score = max(request.logprob_start, 1) if scores else self.num_prompt
 
     @property
@@ -207,24 +208,14 @@ class Sequence:
         )
 
     def _sample(self) -> SampleSpec:
-        request, sampling = self.request, self.request.sampling
         position = self.size - self.num_prompt
-        return SampleSpec(
-            temperature=0.0 if sampling.temperature < _GREEDY_BELOW else sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            frequency_penalty=sampling.frequency_penalty,
-            presence_penalty=sampling.presence_penalty,
-            repetition_penalty=sampling.repetition_penalty,
-            logit_bias=tuple(sampling.logit_bias.items()),
-            seed=self._seed,
+        if position >= self.request.sampling.min_new_tokens and not self.reads_outputs:
+            return structs.replace(self._spec, position=position)
+        return structs.replace(
+            self._spec,
             position=position,
-            prompt_ids=request.prompt_ids if sampling.repetition_penalty != 1.0 else (),
             output_ids=self.output_ids if self.reads_outputs else (),
-            banned_ids=self._ends if position < sampling.min_new_tokens else (),
-            top_logprobs=request.top_logprobs if request.return_logprobs else -1,
-            logprob_ids=request.logprob_ids if request.return_logprobs else (),
+            banned_ids=self._ends if position < self.request.sampling.min_new_tokens else (),
         )
 
     def _scoring(self, start: int, end: int) -> PromptScoring | None:
@@ -239,3 +230,22 @@ class Sequence:
             top_logprobs=self.request.top_logprobs,
             logprob_ids=self.request.logprob_ids,
         )
+
+
+def _spec(request: GenerateRequest, seed: int) -> SampleSpec:
+    """Return how to draw a request's first token, but for bans."""
+    sampling = request.sampling
+    return SampleSpec(
+        temperature=0.0 if sampling.temperature < _GREEDY_BELOW else sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=tuple(sampling.logit_bias.items()),
+        seed=seed,
+        prompt_ids=request.prompt_ids if sampling.repetition_penalty != 1.0 else (),
+        top_logprobs=request.top_logprobs if request.return_logprobs else -1,
+        logprob_ids=request.logprob_ids if request.return_logprobs else (),
+    )

@@ -20,6 +20,7 @@ from tetrarch.attention.types import AttentionInputs
 from tetrarch.config.plan import TokenBudget
 from tetrarch.core.errors import CapacityExceeded
 from tetrarch.core.units import ceil_div
+from tetrarch.executor.rows import RowMemory
 from tetrarch.executor.step import FUTURE, SeqChunk, Step
 from tetrarch.executor.transfer import upload
 
@@ -34,17 +35,13 @@ class ForwardBatch:
     positions: Tensor  # (T,) int64
     attn: AttentionInputs
     logits_at: Tensor  # (L,) int64, rows of the batch; drawn ones first, then scored ones
+    drawn: Tensor  # (N,) int64, the executor's row of each one that draws
     num_tokens: int
     rank_tokens: tuple[int, ...]  # tokens of every data-parallel rank
 
 
 def build_batch(
-    step: Step,
-    *,
-    page_size: int,
-    budget: TokenBudget,
-    device: torch.device,
-    last_ids: Tensor | None = None,
+    step: Step, *, page_size: int, budget: TokenBudget, memory: RowMemory
 ) -> ForwardBatch:
     """Lay out a step's sequences one after the other; one transfer brings them to the device.
 
@@ -55,9 +52,7 @@ def build_batch(
         step: What to lay out.
         page_size: Positions in a page.
         budget: What buffers were sized for.
-        device: Where the tensors shall be.
-        last_ids: (rows,) int64 on the device, what `FUTURE` stands for in each row; `None`: in
-            this step for nothing.
+        memory: Of the rows, and on the device where the tensors shall be.
 
     Raises:
         CapacityExceeded: The step holds more tokens than the buffers were sized for, or a
@@ -73,7 +68,7 @@ def build_batch(
     _check_pages(seqs, page_size)
     q_lens = [len(seq.token_ids) for seq in seqs]
     places = _places(
-        page_table([seq.pages for seq in seqs]),
+        memory.page_table(seqs),
         starts=np.array([seq.start for seq in seqs], np.int64),
         q_lens=q_lens,
         page_size=page_size,
@@ -81,20 +76,24 @@ def build_batch(
     token_ids = np.fromiter(
         chain.from_iterable(seq.token_ids for seq in seqs), np.int64, num_tokens
     )
-    ends = list(accumulate(q_lens, initial=0))
-    unknown = np.flatnonzero(token_ids == FUTURE)
-    rows = np.array([seq.row for seq in seqs if seq.token_ids[-1] == FUTURE], np.int64)
-    ids, logits_at, unknown, rows, *there = upload(
-        device, token_ids, _logits_at(seqs, ends), unknown, rows, *places.arrays
+    ids, logits_at, drawn, unknown, rows, *there = upload(
+        memory.device,
+        token_ids,
+        _logits_at(seqs, list(accumulate(q_lens, initial=0))),
+        np.array([seq.row for seq in seqs for _ in seq.samples], np.int64),
+        np.flatnonzero(token_ids == FUTURE),
+        np.array([seq.row for seq in seqs if seq.token_ids[-1] == FUTURE], np.int64),
+        *places.arrays,
     )
-    if last_ids is not None and len(rows):
-        ids[unknown] = last_ids[rows]
+    if len(rows):
+        ids[unknown] = memory.last_ids[rows]
     positions, attn = places.tensors(there)
     return ForwardBatch(
         token_ids=ids,
         positions=positions,
         attn=attn,
         logits_at=logits_at,
+        drawn=drawn,
         num_tokens=num_tokens,
         rank_tokens=step.rank_tokens,
     )

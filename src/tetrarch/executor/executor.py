@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 
 from tetrarch.attention.pool import KVPool, bytes_per_token
@@ -26,16 +25,18 @@ from tetrarch.executor.headroom import (
 )
 from tetrarch.executor.regions import RegionChange, Regions, RegionState
 from tetrarch.executor.results import Draws
+from tetrarch.executor.rows import RowMemory
 from tetrarch.executor.smoke import smoke_steps
 from tetrarch.executor.speculate import with_drafts
 from tetrarch.executor.step import Done, Pending, Step, StepResult
-from tetrarch.executor.transfer import upload
 from tetrarch.executor.updates import WeightsState
 from tetrarch.executor.weights import WeightStore
 from tetrarch.memory.slots import Region
 from tetrarch.models.build import Model, build_model
 from tetrarch.models.compiled import compile_layers
 from tetrarch.models.load import LoadReport
+from tetrarch.models.routers import swap_routers
+from tetrarch.models.surgery import part_unlike
 
 __all__ = ["KV_RELEASED", "READY", "Executor"]
 
@@ -86,10 +87,11 @@ class Executor:
         host = partial(free_host_bytes, plan.device)
         self.weights = WeightStore(self._model, plan, free_host=host)
         self.load_report: LoadReport = self.weights.load(progress or NoProgress())
+        part_unlike(self._model.hf)
         if plan.compiles_layers:
+            swap_routers(self._model.hf)
             compile_layers(self._model)
-        rows = plan.schedule.max_running_requests
-        self._last_ids = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self._rows = RowMemory(plan.schedule.max_running_requests, self.device)
         self._keeps_weights = False  # since the last release
         self.num_steps = self.moe_tokens_high_water = 0
         self._lay_out(self._measured_capacity())
@@ -169,8 +171,7 @@ class Executor:
             step,
             page_size=self.capacity.page_size,
             budget=self.plan.experts.budget,
-            device=self.device,
-            last_ids=self._last_ids,
+            memory=self._rows,
         )
         self.num_steps += 1
         self.moe_tokens_high_water = max(self.moe_tokens_high_water, sum(batch.rank_tokens))
@@ -183,7 +184,7 @@ class Executor:
             wants_hidden=any(seq.draft is not None for seq in step.seqs),
         )
         draws = Draws(step, found.logits)
-        self._note_last_ids(step, draws)
+        self._rows.note_drawn(batch.drawn, draws.token_ids)
         if found.hidden is None:
             return draws
         return _Drafts(
@@ -192,12 +193,6 @@ class Executor:
                 with_drafts, self._graphs, self._pool, step=step, batch=batch, hidden=found.hidden
             ),
         )
-
-    def _note_last_ids(self, step: Step, draws: Draws) -> None:
-        """Keep what was drawn for each row; a broken row's next token may be anything valid."""
-        rows = [seq.row for seq in step.seqs for _ in seq.samples]
-        (at,) = upload(self.device, np.array(rows, np.int64))
-        self._last_ids[at] = draws.token_ids.clamp(min=0)
 
     @property
     def state(self) -> str:

@@ -55,6 +55,13 @@ class Draws:
         """
         (drawn,) = self._download.wait()
         token_ids = [None if i < 0 else i for i in drawn.tolist()]
+        if self._is_plain:
+            return StepResult(
+                tuple(
+                    SeqResult(failed=True) if i is None else SeqResult(token_ids=(i,))
+                    for i in token_ids
+                )
+            )
         own: list[TokenLogprob | None] = [None] * len(token_ids)
         if self._own is not None:
             answers = self._own.wait([token_ids[row] or 0 for row in self._asking])
@@ -63,6 +70,13 @@ class Draws:
         scored = () if self._prompt is None else self._prompt.wait(self._targets)
         share = iter(token_ids), iter(own), iter(scored)
         return StepResult(tuple(_result(seq, *share) for seq in self._seqs))
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether every sequence draws one token and asks for nothing else, as most decodes do."""
+        if self._own is not None or self._prompt is not None:
+            return False
+        return all(len(seq.samples) == 1 for seq in self._seqs)
 
 
 def _score_drawn(

@@ -16,17 +16,18 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tetrarch.executor.penalties import edit_logits
 from tetrarch.executor.step import SampleSpec
 from tetrarch.executor.transfer import upload
 
-__all__ = ["sample", "uniform"]
+__all__ = ["sample", "uniforms"]
 
 _GREEDY_BELOW = 1e-6  # SGLang's bound: a smaller temperature means 0
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
@@ -55,21 +56,26 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     return ids.masked_fill(~usable, -1)
 
 
-def uniform(seed: int, position: int) -> float:
-    """Return the number in [0, 1) that decides one draw, a multiple of 2^-24.
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float32]:
+    """Return the numbers in [0, 1) that decide draws, multiples of 2^-24: (N,).
 
     The seed is hashed before the position is added, so that neighbouring seeds do not share a
     stream.
 
     Source: splitmix64, Steele, Lea and Flood, OOPSLA 2014.
     """
-    return (_mix(_mix(seed & _MASK) + (position + 1) * _GOLDEN & _MASK) >> 40) * 2.0**-24
+    streams = _mix(np.array([seed & _MASK for seed in seeds], np.uint64))
+    steps = np.array(positions, np.uint64) + np.uint64(1)
+    return (_mix(streams + steps * _GOLDEN) >> np.uint64(40)).astype(np.float32) * np.float32(
+        2.0**-24
+    )
 
 
-def _mix(state: int) -> int:
-    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
-    return state ^ (state >> 31)
+def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Hash modulo 2^64, as NumPy's arrays multiply."""
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
 
 
 def _is_greedy(spec: SampleSpec) -> bool:
@@ -98,7 +104,7 @@ def _draw_(
         logits.device,
         np.array([row for row, _ in chosen], np.int64),
         np.array([[spec.temperature] for spec in specs], np.float32),
-        np.array([[uniform(spec.seed, spec.position)] for spec in specs], np.float32),
+        uniforms([spec.seed for spec in specs], [spec.position for spec in specs])[:, None],
         np.array(filtered, np.int64),
         np.array(limits, np.float32).reshape(len(filtered), 3),
     )

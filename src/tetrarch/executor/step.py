@@ -130,7 +130,9 @@ class SeqChunk(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def drafts(self) -> tuple[int, ...]:
         """The tokens to verify."""
-        return self.token_ids[len(self.token_ids) - len(self.samples) + 1 :] if self.samples else ()
+        if len(self.samples) < 2:
+            return ()
+        return self.token_ids[1 - len(self.samples) :]
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):

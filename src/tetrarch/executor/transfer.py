@@ -26,11 +26,14 @@ def upload(device: torch.device, *arrays: NDArray[np.generic]) -> tuple[Tensor, 
     """Copy arrays to the device: one transfer for all of them, which nobody waits for.
 
     Returns:
-        Tensors of their dtypes and shapes, in order. They share one storage.
+        Tensors of their dtypes and shapes, in order. On a GPU they share one storage; on a CPU,
+        packing them would take longer than the five copies that it saves.
     """
+    if device.type == "cpu":
+        return tuple(torch.from_numpy(np.array(array, order="C")) for array in arrays)
     whole = [np.ascontiguousarray(array) for array in arrays]
     starts = list(accumulate((align_up(one.nbytes, _ALIGN) for one in whole), initial=0))
-    host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
     flat = host.numpy()
     for array, start in zip(whole, starts, strict=False):
         flat[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)

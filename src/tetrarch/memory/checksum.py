@@ -18,6 +18,8 @@ from torch import Tensor
 __all__ = ["combine", "digest"]
 
 _WORDS = 1 << 16  # 32-bit words a piece: with their keys they stay in a core's second-level cache
+_AT_ONCE = {"cpu": 1}  # pieces; elsewhere launches would cost more than sums
+_AT_ONCE_ELSEWHERE = 64  # which takes 32 MiB
 # splitmix64's constants: the golden ratio and two multipliers, as int64.
 _STRIDE, _FIRST, _SECOND = (
     0x9E3779B97F4A7C15 - (1 << 64),
@@ -38,10 +40,8 @@ def digest(tensor: Tensor) -> str:
         tensor: Any shape, dtype and device.
     """
     words = _words(tensor.detach())
-    keys = _keys(words.device)[: len(words)]
-    products = torch.empty_like(keys)  # allocating half a megabyte each time costs twice the sum
-    sums = [_sum(part, keys[: len(part)], products[: len(part)]) for part in words.split(_WORDS)]
-    seal = f"{torch.stack(sums).tolist() if sums else []} {tensor.dtype} {tuple(tensor.shape)}"
+    sums = torch.cat(_sums(words)).tolist() if len(words) else []
+    seal = f"{sums} {tensor.dtype} {tuple(tensor.shape)}"
     return hashlib.blake2b(seal.encode(), digest_size=8).hexdigest()
 
 
@@ -51,8 +51,19 @@ def combine(digests: Mapping[str, str]) -> str:
     return hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
 
 
-def _sum(words: Tensor, keys: Tensor, products: Tensor) -> Tensor:
-    return torch.mul(words, keys, out=products).sum()
+def _sums(words: Tensor) -> list[Tensor]:
+    """Return the sum of each piece, in order, in several tensors."""
+    keys, rest = _keys(words.device, _WORDS), len(words) % _WORDS
+    pieces = words[: len(words) - rest].view(-1, _WORDS)
+    at_once = min(_AT_ONCE.get(words.device.type, _AT_ONCE_ELSEWHERE), max(1, len(pieces)))
+    # Allocating half a megabyte each time would cost twice the sum.
+    products = keys.new_empty(at_once, min(len(keys), len(words)))
+    sums = [
+        torch.mul(some, keys, out=products[: len(some)]).sum(1) for some in pieces.split(at_once)
+    ]
+    if rest:
+        sums.append(torch.mul(words[-rest:], keys[:rest], out=products[0, :rest]).sum()[None])
+    return sums
 
 
 def _words(tensor: Tensor) -> Tensor:
@@ -64,9 +75,9 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 @functools.cache  # half a megabyte; of a small tensor, making them took half the time
-def _keys(device: torch.device) -> Tensor:
-    """Return the first numbers of splitmix64: (_WORDS,) int64, the same on every device."""
-    keys = torch.arange(1, _WORDS + 1, device=device).mul_(_STRIDE)
+def _keys(device: torch.device, count: int) -> Tensor:
+    """Return the first numbers of splitmix64: (count,) int64, the same on every device."""
+    keys = torch.arange(1, count + 1, device=device).mul_(_STRIDE)
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         _fold(keys, shift).mul_(factor)
     return _fold(keys, 31)

@@ -50,14 +50,39 @@ class SlotTable(Mapping[str, Tensor]):
             AddressChanged: The table is frozen, or the name is taken.
             MemoryRefused: The arena has no more memory.
         """
+        self._require_free(name)
+        return self._keep(name, spec, self._empty(spec))
+
+    def allocate_rows(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Create tensors one after another in memory, so that they are the rows of one tensor.
+
+        Args:
+            specs: Alike but for the first dimension.
+
+        Raises:
+            AddressChanged, MemoryRefused: As `allocate`.
+        """
+        for name in specs:
+            self._require_free(name)
+        sizes = [spec.shape[0] for spec in specs.values()]
+        some = next(iter(specs.values()))
+        whole = self._empty(replace(some, shape=(sum(sizes), *some.shape[1:])))
+        for (name, spec), rows in zip(specs.items(), whole.split(sizes), strict=True):
+            self._keep(name, spec, rows)
+
+    def _require_free(self, name: str) -> None:
         if self._frozen or name in self._tensors:
             raise AddressChanged(
                 f"cannot allocate {name!r}",
                 why="the table is frozen" if self._frozen else "the name is taken",
                 fix="declare the buffer in the runner's weight_specs or scratch_specs",
             )
+
+    def _empty(self, spec: TensorSpec) -> Tensor:
         with torch.inference_mode(mode=False):  # inference tensors reject in-place writes later
-            tensor = spec.empty() if self._arena is None else self._arena.empty(spec)
+            return spec.empty() if self._arena is None else self._arena.empty(spec)
+
+    def _keep(self, name: str, spec: TensorSpec, tensor: Tensor) -> Tensor:
         # "cuda" becomes "cuda:0" once there is a tensor; later writes are compared with that.
         self._tensors[name], self._specs[name] = tensor, replace(spec, device=tensor.device)
         return tensor

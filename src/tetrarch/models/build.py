@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tetrarch.attention.backends import AttentionBackend
@@ -26,9 +27,11 @@ from tetrarch.models.draft import DraftHead, draft_of
 from tetrarch.models.materialise import materialise, shorten_lookups
 from tetrarch.models.names import NamePlan
 from tetrarch.models.norms import fuse_norms
-from tetrarch.models.onednn import FEW_ROWS, is_small, without_onednn
+from tetrarch.models.onednn import FEW_ROWS, FewRows, is_small, without_onednn
+from tetrarch.models.rotary import tabulate_rotary
 from tetrarch.models.row_invariant import RowInvariant
 from tetrarch.models.skeleton import ExpertSite, Skeleton, read_skeleton, swap_module
+from tetrarch.models.surgery import join_products
 from tetrarch.moe.build import build_layer
 from tetrarch.moe.layer import MoELayer
 from tetrarch.moe.types import ExpertSpec
@@ -235,7 +238,13 @@ def build_model(
             arena=arena,
         )
         swap_module(skeleton.model, site.path, layers[site.path])
+    # Where a row's bits are its own, the number of rows must not decide how it is multiplied.
+    chooses = device.type == "cpu" and not plan.deterministic
+    join_products(skeleton.model, FewRows() if chooses else F.linear)
     weights = materialise(skeleton.model, SlotTable(arena), dtype=dtype, device=device)
+    tabulate_rotary(
+        skeleton.model, num_positions=plan.model.context_len, dtype=dtype, device=device
+    )
     shorten_lookups(skeleton.model)
     return Model(
         hf=skeleton.model,

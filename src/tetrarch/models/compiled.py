@@ -34,6 +34,7 @@ from tetrarch.moe.layer import MoELayer
 
 __all__ = ["compile_layers"]
 
+_OURS = frozenset({CONTEXT, "past_key_values"})  # arguments of a layer that we answer ourselves
 _count = itertools.count()  # operators need a name of their own
 _ATTEND = (
     "attend(Tensor query, Tensor key, Tensor value, Tensor? expand, Tensor? sinks, Tensor site, "
@@ -169,10 +170,16 @@ class CompiledLayer:
 
     def __call__(self, hidden_states: Tensor, **given: Any) -> Any:
         """Run it as the model does, in the context that came along."""
-        self._opaque.context = given.pop(CONTEXT)
-        given.pop("past_key_values")
+        self._opaque.context = given[CONTEXT]
         where = (self._opaque.attend, self._site, self._latent)
-        return self._compiled(self._layer, hidden_states, where, given)
+        # What says nothing is left out: a model, a draft and another version of transformers
+        # differ in it, and would each be compiled.
+        said = {
+            name: value
+            for name, value in given.items()
+            if name not in _OURS and value is not None and value is not False
+        }
+        return self._compiled(self._layer, hidden_states, where, said)
 
 
 class _OpaqueAttention:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from tetrarch.core.errors import CheckpointError
 from tetrarch.core.specs import TensorSpec
 from tetrarch.memory.slots import SlotTable
+from tetrarch.models.surgery import joints_of, neighbours
 
 __all__ = ["materialise", "shorten_lookups"]
 
@@ -24,27 +25,44 @@ def materialise(
     model: PreTrainedModel, weights: SlotTable, *, dtype: torch.dtype, device: torch.device
 ) -> SlotTable:
     """Give every dense parameter and buffer its memory; ours already have theirs."""
-    islands = _fp32_islands(model, dtype)
-    persistent = model.state_dict().keys()
-    given: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter is given memory once
-
-    def slot(name: str, meta: Tensor) -> Tensor:
-        own = torch.float32 if islands.search(name) else meta.dtype
-        return weights.allocate(name, TensorSpec(tuple(meta.shape), own, device))
-
+    slots = _allocate(model, weights, islands=_fp32_islands(model, dtype), device=device)
+    given = {
+        meta: nn.Parameter(slot, requires_grad=False)  # one, where parameters are tied
+        for meta, slot in slots.items()
+        if isinstance(meta, nn.Parameter)
+    }
     for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
         for name, meta in list(module.named_parameters(recurse=False)):
-            if meta not in given:
-                given[meta] = nn.Parameter(slot(prefix + name, meta), requires_grad=False)
             module.register_parameter(name, given[meta])
         for name, meta in list(module.named_buffers(recurse=False)):
-            if prefix + name in persistent:
-                module.register_buffer(name, slot(prefix + name, meta))
+            if meta in slots:
+                module.register_buffer(name, slots[meta])
             else:
                 value = _rebuilt(module, path).get_buffer(name).to(device)
                 module.register_buffer(name, value, persistent=False)
+    for joint in joints_of(model):
+        joint.bind()
     return weights
+
+
+def _allocate(
+    model: PreTrainedModel, weights: SlotTable, *, islands: re.Pattern[str], device: torch.device
+) -> dict[Tensor, Tensor]:
+    """Return each dense parameter and persistent buffer, on `meta`, and its slot."""
+    metas = {meta: name for name, meta in reversed(model.state_dict(keep_vars=True).items())}
+    specs = {
+        name: TensorSpec(
+            tuple(meta.shape), torch.float32 if islands.search(name) else meta.dtype, device
+        )
+        for meta, name in reversed(metas.items())  # of a tied one, the first name
+    }
+    together = neighbours(model)
+    for name, spec in specs.items():
+        if name not in together:
+            weights.allocate(name, spec)
+        elif name not in weights:
+            weights.allocate_rows({each: specs[each] for each in together[name]})
+    return {meta: weights[name] for meta, name in metas.items()}
 
 
 def shorten_lookups(model: nn.Module) -> None:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When torch's own matrix-vector product beats oneDNN on the CPU.
+"""How a small model on the CPU multiplies a few rows without oneDNN.
 
-oneDNN looks up, and often repacks, before it multiplies: 28 µs for one BF16 row and a 256 x 256
-weight, where torch's own loop takes 15 µs. Over the demo model's dense layers that is 3.9 against
-2.8 ms a step (torch 2.13, one core of a Sapphire Rapids Xeon). It also loses with up to four rows,
-as many as a verification of three drafts has: a whole step takes 9.1 against 7.9 ms with two or
-three, 9.7 against 8.8 with four. With eight it wins, 9.3 against 10.1, and so it does with a weight
-beyond 1024 x 1024.
+oneDNN looks up, and often repacks, before it multiplies, 40 to 70 µs for weights up to 1024 x 256.
+For one BF16 row torch's own loop is faster, 26 µs with a 256 x 256 weight, but it takes as long
+again for every two rows more. For the four rows of a verification of three drafts the weight is
+widened, and MKL's FP32 product taken: 66 µs with 512 x 256, where torch's loop takes 114 and oneDNN
+69; 36, 52 and 40 with 256 x 256 (torch 2.13, one core of a Sapphire Rapids Xeon, 48 weights in
+turn). The model is so small that routers count, which oneDNN would slow down from 7 µs to 38.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-__all__ = ["FEW_ROWS", "is_small", "without_onednn"]
+__all__ = ["FEW_ROWS", "FewRows", "is_small", "without_onednn"]
 
 FEW_ROWS = 4  # up to which oneDNN does not pay
 _SMALL = 1 << 20  # elements of the largest weight
@@ -27,6 +28,23 @@ def is_small(model: nn.Module) -> bool:
     """Whether all linear layers of a CPU model are below the size from which oneDNN pays."""
     weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
     return all(w.device.type == "cpu" and w.numel() < _SMALL for w in weights)
+
+
+class FewRows:
+    """`F.linear`, but that two to four rows are multiplied in FP32 and rounded once."""
+
+    def __init__(self) -> None:
+        self._room = torch.empty(0)  # a widened weight; a fresh piece each time costs more
+
+    def __call__(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Multiply rows (..., K) by a weight (N, K)."""
+        are_few = 1 < rows.numel() // rows.shape[-1] <= FEW_ROWS and weight.numel() < _SMALL
+        if not are_few or weight.dtype == torch.float32:
+            return F.linear(rows, weight, bias)
+        if self._room.numel() < weight.numel():
+            self._room = torch.empty(weight.numel())
+        wide = self._room.as_strided(weight.shape, weight.stride()).copy_(weight)
+        return F.linear(rows.float(), wide, None if bias is None else bias.float()).to(rows.dtype)
 
 
 @contextmanager

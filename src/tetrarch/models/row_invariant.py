@@ -16,17 +16,28 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from tetrarch.core.errors import Unsupported
-from tetrarch.kernels.matmul.tiled import tiled_mm
+from tetrarch.core.registry import Registry
 from tetrarch.kernels.pointwise import uniform
 
 __all__ = ["RowInvariant"]
 
 # From this length torch may split one sum among threads, and one row is then not like many.
 _LONGEST_SUM = 32768
+# On a GPU it splits from 768 on, if there are few rows (torch 2.11, H200).
+_LONGEST_SUM_ON_GPU = 128
+
+_PRODUCTS = Registry(
+    {
+        "cpu": "tetrarch.kernels.matmul.tiled:tiled_linear",
+        "cuda": "tetrarch.kernels.matmul.triton:multiply",
+    }
+)
+_ROW_SUMS = Registry({"cuda": "tetrarch.kernels.pointwise.triton:row_sum"})
 
 # Functions, methods and attributes by their names, without the underscores around them.
 _SAME_ELEMENTS = """
@@ -34,19 +45,25 @@ _SAME_ELEMENTS = """
     expand flatten float gather getitem index_copy index_fill index_select int len long mT
     masked_fill ndim new_empty new_zeros numel numpy ones_like permute promote_types reshape scatter
     set_grad_enabled setitem shape size split split_with_sizes squeeze stride tensor to topk
-    transpose type type_as unbind unflatten unsqueeze view view_as_complex view_as_real where zeros
-    zeros_like
+    transpose type type_as unbind unflatten unsqueeze view view_as_complex view_as_real where zero
+    zeros zeros_like
+"""
+# What a launch of a kernel, or of its interpreter, asks of its arguments.
+_LOOKS = """
+    data_ptr element_size empty_like is_contiguous is_cuda itemsize nbytes set storage_offset
+    untyped_storage
 """
 _ONE_RIGHT_ANSWER = """
     abs add amax and clamp copysign div gt invert le logical_not lt max min mul nan_to_num neg or
     reciprocal relu rsub sqrt square sub threshold
 """
 _ONE_IMPLEMENTATION = "cos exp polar rms_norm sin tanh"  # be it for many or for one: measured
-_PASS = frozenset(f"{_SAME_ELEMENTS} {_ONE_RIGHT_ANSWER} {_ONE_IMPLEMENTATION}".split())
+_PASS = frozenset(f"{_SAME_ELEMENTS} {_LOOKS} {_ONE_RIGHT_ANSWER} {_ONE_IMPLEMENTATION}".split())
 
 
 def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return tiled_mm(rows.flatten(0, -2), weight.mT, bias=bias).unflatten(0, rows.shape[:-1])
+    found = _product(rows)(rows.flatten(0, -2), weight, bias=bias)
+    return found.unflatten(0, rows.shape[:-1])
 
 
 def _matmul(rows: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -55,14 +72,31 @@ def _matmul(rows: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tenso
     if weight.ndim != 2 or (out is not None and rows.ndim != 2):
         raise _refusal("a product of two batches of matrices")
     if out is not None:
-        return tiled_mm(rows, weight, out=out)
-    return tiled_mm(rows.flatten(0, -2), weight).unflatten(0, rows.shape[:-1])
+        return _product(rows)(rows, weight.mT, out=out)
+    return _linear(rows, weight.mT)
+
+
+def _product(rows: Tensor) -> Callable[..., Tensor]:
+    return _PRODUCTS[rows.device.type]
 
 
 def _power(values: Tensor, exponent: float) -> Tensor:
     if exponent != 2:
         raise _refusal(f"the power {exponent}")
     return values * values
+
+
+def _summed(
+    values: Tensor,
+    keepdim: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+    *,
+    mean: bool,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the sum or the mean over the last dimension."""
+    total: Tensor = _ROW_SUMS[values.device.type](values)
+    found = (total / values.shape[-1] if mean else total).to(dtype or values.dtype)
+    return found[..., None] if keepdim else found
 
 
 def _along_rows(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -73,8 +107,12 @@ def _along_rows(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         axes = (dim,) if isinstance(dim, int) else tuple(dim or ())
         last = axes in ((-1,), (values.ndim - 1,)) and values.ndim > 1
-        if not last or values.shape[-1] > _LONGEST_SUM:
+        width = values.shape[-1]
+        if not last or width > _LONGEST_SUM:
             raise _refusal(f"{function.__name__} of {tuple(values.shape)} over {dim}")
+        summed = function.__name__ != "softmax" and values.device.type in _ROW_SUMS
+        if summed and width > _LONGEST_SUM_ON_GPU:
+            return _summed(values, *rest, mean=function.__name__ == "mean", **more)
         return function(values, dim, *rest, **more)
 
     return checked

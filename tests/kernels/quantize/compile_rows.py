@@ -33,8 +33,8 @@ def launch(rows: int, width: int) -> None:
     packed = dict(codes=codes[None], block_scale=block_scale[None])
     encode_weights(x[None], **packed, global_scale=scale.view(1), amax=torch.empty(1))
     owned = torch.ones(rows, dtype=torch.bool)
-    lists = torch.empty(4, 1024, dtype=torch.int32)
-    rest = dict(num_blocks=lists[2], owned=owned, counts=lists[3])
+    lists, counts = torch.empty(3, 1024, dtype=torch.int32), torch.empty(96 * 65).int()
+    rest = dict(num_blocks=lists[2], owned=owned, counts=counts)
     out = Alignment(sorted_slots=lists[0], expert=lists[1], **rest)
     for slots in (64, 8192):
         ids = torch.zeros(slots // 8, 8, dtype=torch.int32)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false
 # (Triton is optional; a kernel is launched by indexing it with its grid, which it has no type for.)
 """Paged attention in Triton; reference.py says what it computes.
 
@@ -19,17 +20,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from tetrarch.core.errors import CapacityExceeded, ShapeError
 from tetrarch.core.specs import TensorSpec
 from tetrarch.core.units import ceil_div
 from tetrarch.kernels.attention.reference import ScoreRule
+from tetrarch.kernels.attention.tiles import prompt_tile, shared_room, span_tile, sum_chunk
 from tetrarch.kernels.attention.triton_kernels import (
     add_spans,
     attend_prompts,
@@ -41,15 +42,11 @@ from tetrarch.kernels.attention.triton_kernels import (
 __all__ = [
     "PagedBatch",
     "SplitLimits",
-    "Tile",
     "limits_for",
     "paged_attention",
     "paged_latent_attention",
     "plan_batch",
-    "prompt_tile",
     "scratch_specs",
-    "shared_room",
-    "span_tile",
     "units_of",
     "write_",
 ]
@@ -86,16 +83,6 @@ class SplitLimits:
     overlap: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Compile-time choices of one attention kernel."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
 def limits_for(device: torch.device, *, num_seqs: int, num_units: int, **cuts: Any) -> SplitLimits:
     """Return the limits for a GPU.
 
@@ -114,15 +101,6 @@ def limits_for(device: torch.device, *, num_seqs: int, num_units: int, **cuts: A
         overlap=gpu.major >= 9,
         **cuts,
     )
-
-
-def shared_room(major: int, shared_bytes: int) -> int:
-    """Return what tiles may take of a block's shared memory on compute capability `major`.
-
-    Where accumulators live in tensor memory (10 and above), Triton passes them through up to
-    64 KiB of shared memory.
-    """
-    return shared_bytes - (65_536 if major >= 10 else 0)
 
 
 def scratch_specs(
@@ -172,13 +150,15 @@ class PagedBatch:
         default_factory=dict[int, tuple[Tensor, Tensor]]
     )
 
-    def units(self, window: int) -> tuple[Tensor, Tensor]:
-        """Return where each sequence's units start, and the units, listed once a step.
+    def units(self, window: int) -> tuple[Tensor, Tensor, bool]:
+        """Return where each sequence's units start, the units, and whether they were listed now.
+
+        They are listed once a step.
 
         Raises:
             CapacityExceeded: The model's layers have more window sizes than there are buffers.
         """
-        if window not in self._lists:
+        if fresh := window not in self._lists:
             if (place := len(self._lists)) == _WINDOWS:
                 raise CapacityExceeded(
                     f"a window of {window} tokens is one size too many",
@@ -200,7 +180,7 @@ class PagedBatch:
                 num_warps=1,
             )
             self._lists[window] = starts, units
-        return self._lists[window]
+        return *self._lists[window], fresh
 
 
 def plan_batch(  # noqa: PLR0913 - a step has this many parts
@@ -256,11 +236,12 @@ def write_(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, batch: Page
     """
     groups, dim, value_dim = keys.shape[2], keys.shape[3], values.shape[3]
     _require_rows(key=key, value=value)
-    tokens, block = 4, min(1024, triton.next_power_of_2(groups * max(dim, value_dim)))
+    tokens, block = 4, min(1024, _padded(groups * max(dim, value_dim)))
     grid = (ceil_div(len(key), tokens), ceil_div(groups * max(dim, value_dim), block))
     write_rows[grid](
         key, value, keys, values, batch.write_at, len(key), *key.stride()[:2], *value.stride()[:2],
         GROUPS=groups, DIM=dim, VALUE_DIM=value_dim, TOKENS=tokens, BLOCK=block, num_warps=4,
+        OVERLAP=batch.limits.overlap,
     )  # fmt: skip
 
 
@@ -310,60 +291,6 @@ def paged_latent_attention(
         ShapeError: The rows of a query are not contiguous.
     """
     return _attend(query_latent, query_rotary, latents, rotaries, batch, rule)
-
-
-def span_tile(
-    dims: tuple[int, int], *, rows: int = 64, dtype: torch.dtype, latent: bool, shared_bytes: int
-) -> Tile:
-    """Return the tile of decoding; `dims` are the padded widths of keys and values.
-
-    `rows`: a sequence's, at most; 64 where they must have a prompt's bits: 16 rows meet another
-    instruction.
-    """
-    if dtype.itemsize == 4:  # three TF32 products for each: small tiles
-        tile = Tile(rows=16, keys=32, warps=4, stages=2)
-    elif latent:
-        tile = Tile(rows=64, keys=64, warps=8, stages=2)
-    else:
-        keys, rows = 64 if max(dims) <= 128 else 32, 16 if rows <= 16 else 64
-        tile = Tile(rows, keys, warps=4, stages=3)
-    return _fitting(tile, dims, dtype.itemsize, shared_bytes=shared_bytes, latent=latent)
-
-
-def prompt_tile(
-    dims: tuple[int, int], *, dtype: torch.dtype, latent: bool, shared_bytes: int
-) -> Tile:
-    """Return the tile of prompts: as many keys as `span_tile`, so that they add up alike."""
-    tile = span_tile(dims, dtype=dtype, latent=latent, shared_bytes=shared_bytes)
-    if dtype.itemsize == 4 or latent:
-        return tile
-    wide = replace(tile, rows=128, warps=8)
-    fits = _fitting(wide, dims, dtype.itemsize, shared_bytes=shared_bytes, latent=latent)
-    return fits if fits.keys == tile.keys else tile
-
-
-def sum_shape(out_pad: int) -> tuple[int, int]:
-    """Return the warps that add up a head's spans, and how many spans they load at once."""
-    return ceil_div(out_pad, 128), 16
-
-
-def _fitting(
-    tile: Tile, dims: tuple[int, int], itemsize: int, *, shared_bytes: int, latent: bool
-) -> Tile:
-    """Shrink a tile until queries and `stages` tiles of keys and values fit."""
-    widths = sum(dims)
-    while True:
-        queries = tile.rows * (widths if latent else dims[0])
-        if (queries + tile.stages * tile.keys * widths) * itemsize <= shared_bytes - 4096:
-            return tile
-        if tile.stages > 2:
-            tile = replace(tile, stages=tile.stages - 1)
-        elif tile.keys > 16:
-            tile = replace(tile, keys=tile.keys // 2)
-        elif tile.rows > 16:
-            tile = replace(tile, rows=tile.rows // 2)
-        else:
-            return replace(tile, stages=1)
 
 
 def _require_rows(**tensors: Tensor) -> None:
@@ -421,23 +348,23 @@ def _attend(
     )
     lens = (batch.kv_lens, batch.cu_seqlens_q)
     if batch.has_short:
-        starts, units = batch.units(window)
+        starts, units, fresh = batch.units(window)
         sums = [batch.scratch[f"attention.{name}"] for name in ("partial", "total", "top")]
         rows = 64 if limits.exact_prompts else limits.short_q_len * (heads // keys.shape[2])
         tile = span_tile(dims, rows=rows, **kind)
-        launch: dict[str, Any] = {"launch_pdl": True} if limits.overlap else {}
+        early: dict[str, Any] = {"launch_pdl": True} if limits.overlap else {}
         attend_spans[(limits.num_programs,)](
             query, rotary, keys, values, out, *sums, batch.page_table, starts, units, sinks,
             limits.num_units, *numbers, M=tile.rows, N=tile.keys, num_warps=tile.warps,
-            num_stages=tile.stages, enable_fp_fusion=False, OVERLAP=limits.overlap, **launch,
-            **shared,
+            num_stages=tile.stages, enable_fp_fusion=False, OVERLAP=limits.overlap, **shared,
+            **({} if fresh else early),  # they must be there before the kernel waits
         )  # fmt: skip
-        warps, unroll = sum_shape(shared["OUT_PAD"])
-        add_spans[(len(batch.kv_lens), limits.short_q_len, heads)](
+        sums_of = (len(batch.kv_lens), limits.short_q_len, heads)
+        add_spans[*sums_of[:2], heads * ceil_div(out_dim, 128)](
             out, *sums, *lens, starts, sinks, window, limits.short_q_len,
-            HEADS=heads, OUT_DIM=out_dim, OUT_PAD=shared["OUT_PAD"], SPAN=limits.span,
-            UNROLL=unroll, HAS_SINKS=shared["HAS_SINKS"], num_warps=warps, enable_fp_fusion=False,
-            OVERLAP=limits.overlap, **launch,
+            HEADS=heads, OUT_DIM=out_dim, SPAN=limits.span, CHUNK=sum_chunk(math.prod(sums_of)),
+            HAS_SINKS=shared["HAS_SINKS"], num_warps=1, enable_fp_fusion=False,
+            OVERLAP=limits.overlap, **early,
         )  # fmt: skip
     if batch.has_long:
         tile = prompt_tile(dims, **kind)
@@ -451,4 +378,4 @@ def _attend(
 
 
 def _padded(dim: int) -> int:
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, 1 << (dim - 1).bit_length())

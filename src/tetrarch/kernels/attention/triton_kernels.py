@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false
-# pyright: reportUntypedFunctionDecorator=false
+# pyright: reportUntypedFunctionDecorator=false, reportGeneralTypeIssues=false
 # ruff: noqa: ANN001, ANN201, ANN202, N803, N806, PLR0913, PLR0915
 # (See triton_walk.py.)
 """The kernels of paged attention. triton.py launches them and says what they are given.
@@ -17,13 +17,14 @@ import triton
 import triton.language as tl
 
 from tetrarch.kernels.attention.triton_walk import (
+    await_launch,
     empty_sum,
     finish,
     load_queries,
     merge,
-    overlap,
     power,
     query_rows,
+    release_launch,
     span,
 )
 
@@ -52,8 +53,10 @@ def write_rows(
     VALUE_DIM: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Copy TOKENS tokens' keys and values to their slots; a negative slot is skipped."""
+    release_launch(OVERLAP)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     slot = tl.load(write_at + token, mask=token < num_tokens, other=-1).to(tl.int64)
     token = token.to(tl.int64)
@@ -186,11 +189,11 @@ def attend_spans(
 ):
     """Do every unit: write its sum, or the output where a sequence is one unit."""
     GROUP: tl.constexpr = HEADS // GROUPS
-    overlap(OVERLAP)
     tiles = (short_q_len * GROUP + M - 1) // M
     each = tiles * GROUPS
     row, begin, token_0, q_len, kv_len, alone = _unit(units, tl.program_id(0) // each, room)
     work = tl.load(starts + num_seqs) * each
+    await_launch(OVERLAP)
     for index in range(tl.program_id(0), work, tl.num_programs(0)):
         following = _unit(units, (index + tl.num_programs(0)) // each, room)
         group = index % GROUPS
@@ -236,6 +239,7 @@ def attend_spans(
                 tl.store(partial_total + rows, total, mask=real)
                 tl.store(partial_top + rows, top, mask=real)
         row, begin, token_0, q_len, kv_len, alone = following
+    release_launch(OVERLAP)
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
@@ -252,51 +256,57 @@ def add_spans(
     short_q_len,
     HEADS: tl.constexpr,
     OUT_DIM: tl.constexpr,
-    OUT_PAD: tl.constexpr,
     SPAN: tl.constexpr,
-    UNROLL: tl.constexpr,
+    CHUNK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Add the sums of a token's spans, in order: one head of one token of one sequence.
+    """Add the sums of a token's spans, in order: some columns of one head of one token.
 
-    One head, so that its weights are scalars: a tensor of several would pass through shared
-    memory for every span, and the next span's loads wait behind that.
+    `CHUNK` spans are loaded at once. 128 columns fill a warp, four to a thread, so that a thread
+    holds a column of all spans, and adds from the first to the last.
     """
-    row, token, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    COLUMNS: tl.constexpr = 128
+    pieces: tl.constexpr = (OUT_DIM + COLUMNS - 1) // COLUMNS
+    row, token, head = tl.program_id(0), tl.program_id(1), tl.program_id(2) // pieces
     start = tl.load(starts + row)
     count = tl.load(starts + row + 1) - start
     token_0 = tl.load(cu_seqlens_q + row)
     q_len = tl.load(cu_seqlens_q + row + 1) - token_0
     kv_len = tl.load(kv_lens + row)
-    overlap(OVERLAP)
+    await_launch(OVERLAP)
+    release_launch(OVERLAP)
     if (count > 1) & (token < q_len):
         last = (kv_len - q_len + token) // SPAN
         count = tl.minimum(count, last + 1 - _first_span(q_len, kv_len, window, SPAN))
-        at = tl.arange(0, OUT_PAD)
+        at = tl.program_id(2) % pieces * COLUMNS + tl.arange(0, COLUMNS)
         mask = at < OUT_DIM
         place = (start.to(tl.int64) * short_q_len + token) * HEADS + head
-        stride = short_q_len * HEADS
-        tops = tl.full((64,), float("-inf"), tl.float32)
-        for first in range(0, count, 64):  # at once, not one wait for memory after the other
-            index = first + tl.arange(0, 64)
-            here = tl.load(
-                partial_top + place + index * stride, mask=index < count, other=float("-inf")
+        chunk = tl.arange(0, CHUNK)
+        rows = place + chunk.to(tl.int64) * (short_q_len * HEADS)
+        acc = tl.zeros((COLUMNS,), tl.float32)
+        total, top = tl.zeros((32,), tl.float32), float("-inf")
+        for first in range(0, count, CHUNK):
+            there = first + chunk < count
+            tops = tl.load(partial_top + rows, mask=there, other=float("-inf"))
+            totals = tl.load(partial_total + rows, mask=there, other=0.0)
+            parts = tl.load(
+                partial + (rows * OUT_DIM)[:, None] + at[None, :],
+                mask=there[:, None] & mask[None, :],
+                other=0.0,
             )
-            tops = tl.maximum(tops, here)
-        top = tl.max(tops)
-        safe = tl.where(top == float("-inf"), 0.0, top)
-        acc = tl.zeros((OUT_PAD,), tl.float32)
-        total = 0.0
-        for first in range(0, count, UNROLL):
-            for step in tl.static_range(UNROLL):  # so that many loads are under way
-                there = first + step < count
-                part_top = tl.load(partial_top + place, mask=there, other=float("-inf"))
-                weight = power(part_top - safe)
-                total += tl.load(partial_total + place, mask=there, other=0.0) * weight
-                part = tl.load(partial + place * OUT_DIM + at, mask=mask & there, other=0.0)
-                acc += part * weight
-                place += stride
+            new = tl.maximum(top, tl.max(tops))
+            safe = tl.where(new == float("-inf"), 0.0, new)
+            old, weights = power(top - safe), power(tops - safe)
+            first_row = (chunk == 0)[:, None]
+            parts *= weights[:, None]
+            acc = tl.sum(tl.where(first_row, (acc * old)[None, :] + parts, parts), 0)
+            each = (totals * weights)[:, None]
+            each = tl.where(first_row, (total * old)[None, :] + each, each)  # every lane adds alike
+            total = tl.sum(each, 0)
+            top = new
+            rows += CHUNK * short_q_len * HEADS
+        total = tl.max(total)
         sink = total
         if HAS_SINKS:
             sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false
-# pyright: reportUntypedFunctionDecorator=false
+# pyright: reportUntypedFunctionDecorator=false, reportGeneralTypeIssues=false
 # ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0913
 # (Triton is optional, and its values have no static types; compile-time values are upper case,
 # and a kernel has as many parameters as it has.)
@@ -28,26 +28,29 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = [
+    "await_launch",
     "empty_sum",
     "finish",
     "load_queries",
     "merge",
-    "overlap",
     "power",
     "query_rows",
+    "release_launch",
     "span",
 ]
 
 
 @triton.jit
-def overlap(OVERLAP: tl.constexpr):
-    """Wait for the launch before this one, and let the next one begin.
-
-    Until here a program may read what no kernel since the last plain launch has written. The next
-    launch's programs take their places while ours run, and wait here in turn.
-    """
+def await_launch(OVERLAP: tl.constexpr):
+    """Wait for the launch before this one; before, read nothing that it may have written."""
     if OVERLAP:
         gdc_wait()
+
+
+@triton.jit
+def release_launch(OVERLAP: tl.constexpr):
+    """Let the next launch's programs take their places, where they wait for this one's end."""
+    if OVERLAP:
         gdc_launch_dependents()
 
 

@@ -23,10 +23,12 @@ from torch import Tensor
 
 from tetrarch.core.units import ceil_div
 
-__all__ = ["Alignment", "align", "finalize"]
+__all__ = ["Alignment", "align", "counts_size", "finalize"]
 
-# Slots; past them counting takes a launch of its own, which costs less than every program's own.
-_COUNTED_ONCE = 4096
+# Slots; past them it pays to count in a launch of its own, where each program looks at some slots
+# and not at all of them.
+_COUNTED_ONCE = 2048
+_CHUNK = 64  # slots of one program then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +43,7 @@ class Alignment:
     expert: Tensor  # (blocks,) int32, local id of each block's expert
     num_blocks: Tensor  # (1,) int32, blocks in use
     owned: Tensor  # (S,) bool, whether the slot's expert is on this rank
-    # (E,) int32, scratch: past 4096 slots experts are counted once, not by every expert's program
-    counts: Tensor | None = None
+    counts: Tensor | None = None  # (`counts_size`,) int32; without them large steps take longer
 
 
 @triton.jit
@@ -53,7 +54,7 @@ def _local_experts(topk_ids, slot, num_slots, first_expert):
 
 
 @triton.jit(do_not_specialize=["num_slots", "first_expert"])
-def _count_experts(
+def _count_chunk(
     topk_ids,
     counts,
     num_slots,
@@ -62,13 +63,83 @@ def _count_experts(
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Add a chunk's slots to the counts; sums of integers do not depend on who comes first."""
+    """Count a chunk's slots of each expert: `counts` is (NUM_EXPERTS, chunks)."""
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     local = _local_experts(topk_ids, slot, num_slots, first_expert)
     mine = (local >= 0) & (local < NUM_EXPERTS)
     found = tl.histogram(tl.where(mine, local, 0), BINS, mask=mine)
     bins = tl.arange(0, BINS)
-    tl.atomic_add(counts + bins, found, mask=(found > 0) & (bins < NUM_EXPERTS), sem="relaxed")
+    at = counts + bins * tl.num_programs(0) + tl.program_id(0)
+    tl.store(at, found, mask=bins < NUM_EXPERTS)
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def _rank_chunks(counts, totals, chunks, WIDTH: tl.constexpr):
+    """Replace an expert's counts by how many slots it has in the chunks before."""
+    counts += tl.program_id(0) * chunks
+    total = 0
+    for first in range(0, chunks, WIDTH):
+        at = first + tl.arange(0, WIDTH)
+        found = tl.load(counts + at, mask=at < chunks, other=0)
+        tl.store(counts + at, total + tl.cumsum(found, axis=0) - found, mask=at < chunks)
+        total += tl.sum(found, axis=0)
+    tl.store(totals + tl.program_id(0), total)
+
+
+@triton.jit(do_not_specialize=["num_slots", "first_expert", "chunks"])
+def _place_chunk(
+    topk_ids,
+    sorted_slots,
+    experts,
+    num_blocks,
+    owned,
+    counts,
+    totals,
+    num_slots,
+    first_expert,
+    chunks,
+    NUM_EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """List a chunk's slots behind those of the chunks before, and one expert's blocks."""
+    chunk = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    total = tl.load(totals + bins, mask=bins < NUM_EXPERTS, other=0)
+    blocks = (total + TOKENS - 1) // TOKENS
+    first_blocks = tl.cumsum(blocks, axis=0) - blocks
+    if chunk < chunks:
+        lane = tl.arange(0, CHUNK)
+        slot = chunk * CHUNK + lane
+        local = _local_experts(topk_ids, slot, num_slots, first_expert)
+        mine = (local >= 0) & (local < NUM_EXPERTS)
+        tl.store(owned + slot, mine.to(tl.uint8), mask=slot < num_slots)
+        same = (local[None, :] == local[:, None]) & (lane[None, :] < lane[:, None])
+        row = tl.sum(same.to(tl.int32), axis=1)
+        row += tl.load(counts + local * chunks + chunk, mask=mine, other=0)
+        row += tl.gather(first_blocks, tl.where(mine, local, 0), 0) * TOKENS
+        tl.store(sorted_slots + row, slot, mask=mine)
+    if chunk < NUM_EXPERTS:
+        count = tl.sum(tl.where(bins == chunk, total, 0), axis=0)
+        first_block = tl.sum(tl.where(bins == chunk, first_blocks, 0), axis=0)
+        _close_expert(sorted_slots, experts, chunk, first_block, count, num_slots, TOKENS)
+    if chunk == 0:
+        tl.store(num_blocks, tl.sum(blocks, axis=0))
+
+
+@triton.jit
+def _close_expert(
+    sorted_slots, experts, expert, first_block, count, num_slots, TOKENS: tl.constexpr
+):
+    """Name an expert's blocks, and fill the last one up."""
+    end_block = first_block + (count + TOKENS - 1) // TOKENS
+    for block in range(first_block, end_block, TOKENS):
+        at = block + tl.arange(0, TOKENS)
+        tl.store(experts + at, tl.zeros_like(at) + expert, mask=at < end_block)
+    padding = first_block * TOKENS + count + tl.arange(0, TOKENS)
+    mask = padding < end_block * TOKENS
+    tl.store(sorted_slots + padding, tl.zeros_like(padding) + num_slots, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_slots", "first_expert"])
@@ -78,7 +149,6 @@ def _align_expert(
     experts,
     num_blocks,
     owned,
-    totals,
     num_slots,
     first_expert,
     NUM_EXPERTS: tl.constexpr,
@@ -86,18 +156,15 @@ def _align_expert(
     TOKENS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """List one expert's slots. Where nobody has counted, each program counts all experts."""
+    """List one expert's slots; each program counts all experts."""
     expert = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
     bins = tl.arange(0, BINS)
-    if totals is not None:
-        counts = tl.load(totals + bins, mask=bins < NUM_EXPERTS, other=0)
-    else:
-        counts = tl.zeros((BINS,), tl.int32)
-        for start in range(0, num_slots, CHUNK):
-            local = _local_experts(topk_ids, start + lane, num_slots, first_expert)
-            mine = (local >= 0) & (local < NUM_EXPERTS)
-            counts += tl.histogram(tl.where(mine, local, 0), BINS, mask=mine)
+    counts = tl.zeros((BINS,), tl.int32)
+    for start in range(0, num_slots, CHUNK):
+        local = _local_experts(topk_ids, start + lane, num_slots, first_expert)
+        mine = (local >= 0) & (local < NUM_EXPERTS)
+        counts += tl.histogram(tl.where(mine, local, 0), BINS, mask=mine)
     for start in range(expert * CHUNK, num_slots, NUM_EXPERTS * CHUNK):  # each program a share
         slot = start + lane
         local = _local_experts(topk_ids, slot, num_slots, first_expert)
@@ -106,13 +173,9 @@ def _align_expert(
     blocks = (counts + TOKENS - 1) // TOKENS
     first_block = tl.sum(tl.where(bins < expert, blocks, 0), axis=0)
     count = tl.sum(tl.where(bins == expert, counts, 0), axis=0)
-    end_block = first_block + (count + TOKENS - 1) // TOKENS
     if expert == NUM_EXPERTS - 1:
-        tl.store(num_blocks, end_block)
+        tl.store(num_blocks, first_block + (count + TOKENS - 1) // TOKENS)
     if count > 0:
-        for block in range(first_block, end_block, TOKENS):
-            at = block + tl.arange(0, TOKENS)
-            tl.store(experts + at, tl.zeros_like(at) + expert, mask=at < end_block)
         row = first_block * TOKENS
         for start in range(0, num_slots, CHUNK):
             slot = start + lane
@@ -121,12 +184,12 @@ def _align_expert(
             rank = tl.cumsum(match, axis=0)
             tl.store(sorted_slots + row + rank - 1, slot, mask=match != 0)
             row += tl.sum(match, axis=0)
-        padding = row + tl.arange(0, TOKENS)
-        tl.store(
-            sorted_slots + padding,
-            tl.zeros_like(padding) + num_slots,
-            mask=padding < end_block * TOKENS,
-        )
+        _close_expert(sorted_slots, experts, expert, first_block, count, num_slots, TOKENS)
+
+
+def counts_size(num_slots: int, num_experts: int) -> int:
+    """Return how many counts a step of so many slots needs at most."""
+    return num_experts * (1 + ceil_div(num_slots, _CHUNK))
 
 
 def align(
@@ -142,36 +205,40 @@ def align(
         block_tokens: Rows of a block, a power of two.
         out: Overwritten.
     """
-    num_slots, counts = topk_ids.numel(), None
-    bins = triton.next_power_of_2(num_experts)
+    num_slots = topk_ids.numel()
+    lists = (out.sorted_slots, out.expert, out.num_blocks, out.owned.view(torch.uint8))
+    sizes = dict(NUM_EXPERTS=num_experts, BINS=max(16, triton.next_power_of_2(num_experts)))
     if out.counts is not None and num_slots > _COUNTED_ONCE:
-        counts = out.counts.zero_()
-        _count_experts[(ceil_div(num_slots, 2048),)](
+        chunks = ceil_div(num_slots, _CHUNK)
+        totals, counts = out.counts[:num_experts], out.counts[num_experts:]
+        _count_chunk[(chunks,)](
+            topk_ids, counts, num_slots, first_expert, **sizes, CHUNK=_CHUNK, num_warps=4
+        )
+        _rank_chunks[(num_experts,)](counts, totals, chunks, WIDTH=1024, num_warps=4)
+        _place_chunk[(max(chunks, num_experts),)](
             topk_ids,
+            *lists,
             counts,
+            totals,
             num_slots,
             first_expert,
-            NUM_EXPERTS=num_experts,
-            BINS=bins,
-            CHUNK=2048,
-            num_warps=8,
+            chunks,
+            **sizes,
+            TOKENS=block_tokens,
+            CHUNK=_CHUNK,
+            num_warps=4,
         )
-    chunk = 8192 if num_slots > _COUNTED_ONCE else 2048
-    chunk = max(256, min(chunk, triton.next_power_of_2(num_slots)))
+        return
+    chunk = max(256, min(2048, triton.next_power_of_2(num_slots)))
     _align_expert[(num_experts,)](
         topk_ids,
-        out.sorted_slots,
-        out.expert,
-        out.num_blocks,
-        out.owned.view(torch.uint8),
-        counts,
+        *lists,
         num_slots,
         first_expert,
-        NUM_EXPERTS=num_experts,
-        BINS=bins,
+        **sizes,
         TOKENS=block_tokens,
         CHUNK=chunk,
-        num_warps=4 if chunk < 8192 else 8,
+        num_warps=4,
     )
 
 

@@ -35,6 +35,7 @@ from tetrarch.numerics.scales import TOKEN_FACTOR
 __all__ = [
     "encode_rows",
     "encode_rows_per_token",
+    "encode_shape",
     "encode_weights",
     "recipe_constants",
     "reciprocal",
@@ -51,7 +52,6 @@ def _quantize_rows(
     block_scale,
     token_scale,
     encode_scale,
-    amax,
     num_rows,
     rows_per_scale,
     top,
@@ -62,7 +62,7 @@ def _quantize_rows(
 ):
     """Quantize `ROWS` rows of `BLOCKS` blocks in each program, to products or to packed codes.
 
-    Encode scales are read, or follow from the largest magnitudes of weights, or are the rows' own.
+    Encode scales are read, or are the rows' own.
     """
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = first + tl.arange(0, ROWS)
@@ -73,10 +73,6 @@ def _quantize_rows(
     x += first * (BLOCKS * 16)
     if encode_scale is not None:
         encode = tl.load(encode_scale + row // rows_per_scale, mask=exists, other=1.0)
-    elif amax is not None:
-        largest = tl.load(amax + row // rows_per_scale, mask=exists, other=0.0)
-        global_scale = tl.where(largest > 0.0, tl.div_rn(largest, top), 1.0)
-        encode = tl.div_rn(1.0, global_scale)
     else:
         encode = None
     if RECIPE is None:
@@ -91,36 +87,101 @@ def _quantize_rows(
             words = code_words(tl.reshape(numbers, (ROWS, TILE * 2, 8)))
     else:
         at = ((local + block) * 16)[:, :, None] + tl.arange(0, 8)[None, None, :]
-        left = tl.load(x + at, mask=mask, other=float("nan")).to(tl.float32)
-        right = tl.load(x + 8 + at, mask=mask, other=float("nan")).to(tl.float32)
-        left, right, scales, decode = round_halves(left, right, encode, top, RECIPE)
+        left = tl.load(x + at, mask=mask, other=float("nan"))
+        right = tl.load(x + 8 + at, mask=mask, other=float("nan"))
+        left, right, scales, decode = round_halves(
+            left, right, encode, top, RECIPE, CODES=values is None
+        )
         if values is not None:
             values += first * (BLOCKS * 16)
             left, right = left * scales[:, :, None], right * scales[:, :, None]
             tl.store(values + at, left.to(values.dtype.element_ty), mask=mask)
             tl.store(values + 8 + at, right.to(values.dtype.element_ty), mask=mask)
         else:
-            words = tl.reshape(tl.join(code_words(left), code_words(right)), (ROWS, TILE * 2))
+            words = tl.reshape(tl.join(left, right), (ROWS, TILE * 2))
     if values is None:
         word = tl.arange(0, TILE * 2)[None, :]
         word_mask = exists[:, None] & (word < BLOCKS * 2)
         tl.store(codes + first * (BLOCKS * 2) + local * 2 + word, words, mask=word_mask)
         tl.store(block_scale + first * BLOCKS + local + block, e4m3_bytes(scales), mask=inside)
-    if amax is not None:
-        starts = exists & (row % rows_per_scale == 0)
-        tl.store(token_scale + row // rows_per_scale, global_scale, mask=starts)
-    elif token_scale is not None:
+    if token_scale is not None:
         tl.store(token_scale + row, decode, mask=exists)
 
 
-@triton.jit(do_not_specialize=["size"])
-def _amax_of(x, amax, size, LARGEST: tl.constexpr, TILE: tl.constexpr):
-    """Raise `amax[e]` to the largest magnitude of `TILE` elements of matrix e."""
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    start = x + tl.program_id(1).to(tl.int64) * size
-    magnitude = tl.abs(tl.load(start + at, mask=at < size, other=0.0).to(tl.float32))
-    largest = tl.max(tl.where(magnitude == magnitude, magnitude, 0.0), axis=0)
-    tl.atomic_max(amax + tl.program_id(1), tl.minimum(largest, LARGEST), sem="relaxed")
+@triton.jit
+def _encode_blocks(x, codes, block_scale, first, blocks, encode, top, RECIPE, TILE: tl.constexpr):
+    """Encode `TILE` blocks from the `first` one of a matrix, as far as it has them."""
+    block = first + tl.arange(0, TILE)[None, :]
+    inside = block < blocks
+    at, mask = (block * 16)[:, :, None], inside[:, :, None]
+    low = tl.arange(0, 8)[None, None, :]
+    if RECIPE is None:
+        at += tl.arange(0, 16)[None, None, :]
+        tile = tl.load(x + at, mask=mask, other=float("nan")).to(tl.float32)
+        numbers, scales, _ = round_tile(tile, encode, top)
+        words = code_words(tl.reshape(numbers, (1, TILE * 2, 8)))
+    else:
+        left = tl.load(x + (at + low), mask=mask, other=float("nan"))
+        right = tl.load(x + (at + 8 + low), mask=mask, other=float("nan"))
+        left, right, scales, _ = round_halves(left, right, encode, top, RECIPE, CODES=True)
+        words = tl.reshape(tl.join(left, right), (1, TILE * 2))
+    word = first * 2 + tl.arange(0, TILE * 2)[None, :]
+    tl.store(codes + word, words, mask=word < blocks * 2)
+    tl.store(block_scale + block, e4m3_bytes(scales), mask=inside)
+
+
+@triton.jit(do_not_specialize=["blocks", "tiles", "matrices"])
+def _encode_matrices(
+    x,
+    codes,
+    block_scale,
+    global_scale,
+    amax,
+    state,
+    matrices,
+    blocks,
+    tiles,
+    top,
+    LARGEST: tl.constexpr,
+    TILE: tl.constexpr,
+    STEPS: tl.constexpr,
+    RECIPE: tl.constexpr,
+):
+    """Look for the largest magnitude in a part of one matrix, and encode as much of the one before.
+
+    A matrix is encoded while the cache still holds it, and the tensor that is read keeps memory
+    busy while the other one is calculated. Programs take numbers as they start (`state[0]`), so
+    that the parts that one waits for have been started; `state` then has for each matrix the
+    programs that have looked, and the bits of the largest magnitude.
+    """
+    ticket = tl.atomic_add(state, 1, sem="relaxed")
+    matrix, part = ticket // tiles, ticket % tiles
+    looked, largest_bits = state + 1, state + 1 + matrices
+    if matrix < matrices:
+        start = x + matrix.to(tl.int64) * blocks * 16
+        at = part * (STEPS * TILE * 16) + tl.arange(0, STEPS * TILE * 16)
+        values = tl.load(start + at, mask=at < blocks * 16, other=0.0)
+        largest = tl.max(tl.abs(values), axis=0).to(tl.float32)  # of numbers, if there are any
+        largest = tl.minimum(tl.where(largest == largest, largest, 0.0), LARGEST)
+        tl.atomic_max(largest_bits + matrix, largest.to(tl.int32, bitcast=True), sem="relaxed")
+        tl.atomic_add(looked + matrix, 1, sem="release")
+    if matrix > 0:
+        matrix -= 1
+        while tl.atomic_add(looked + matrix, 0, sem="acquire") < tiles:
+            pass
+        bits = tl.atomic_max(largest_bits + matrix, 0, sem="relaxed")
+        largest = bits.to(tl.float32, bitcast=True)
+        scale = tl.where(largest > 0.0, tl.div_rn(largest, top), 1.0)
+        if part == 0:
+            tl.store(global_scale + matrix, scale)
+            tl.store(amax + matrix, largest)
+        encode = tl.zeros((1,), tl.float32) + tl.div_rn(1.0, scale)
+        before = matrix.to(tl.int64) * blocks
+        for step in range(STEPS):
+            _encode_blocks(
+                x + before * 16, codes + before * 2, block_scale + before,
+                (part * STEPS + step) * TILE, blocks, encode, top, RECIPE, TILE,
+            )  # fmt: skip
 
 
 def round_rows(
@@ -227,14 +288,35 @@ def encode_weights(
         ConfigError: There is no such recipe.
     """
     check_recipe(recipe)
-    amax.zero_()
-    matrices, size, tile = x.shape[0], x[0].numel(), 8192
-    _amax_of[ceil_div(size, tile), matrices](
-        x, amax, size, LARGEST=torch.finfo(x.dtype).max, TILE=tile, num_warps=8
+    matrices, blocks = x.shape[0], x[0].numel() // BLOCK
+    tile, steps, warps = encode_shape(matrices * blocks)
+    tiles = ceil_div(blocks, tile * steps)
+    _encode_matrices[((matrices + 1) * tiles,)](
+        x,
+        codes.view(torch.int32),
+        block_scale.view(torch.uint8),
+        global_scale,
+        amax,
+        torch.zeros(2 * matrices + 1, dtype=torch.int32, device=x.device),
+        matrices,
+        blocks,
+        tiles,
+        6.0 * (recipe.e4m3_max if recipe else 448),
+        LARGEST=torch.finfo(x.dtype).max,
+        TILE=tile,
+        STEPS=steps,
+        RECIPE=recipe_constants(recipe),
+        num_warps=warps,
+        enable_fp_fusion=False,
     )
-    top = 6.0 * (recipe.e4m3_max if recipe else 448)
-    outputs = (None, codes, block_scale, global_scale)
-    _launch(x, outputs, encode_scale=None, amax=amax, top=top, recipe=recipe)
+
+
+def encode_shape(num_blocks: int) -> tuple[int, int, int]:
+    """Return how many blocks are encoded at once, how many times in a program, and warps.
+
+    A single matrix has too few blocks for programs that amortize their start.
+    """
+    return (128, 8, 4) if num_blocks >= 1 << 20 else (256, 2, 4)
 
 
 def _launch(
@@ -244,14 +326,12 @@ def _launch(
     encode_scale: Tensor | None,
     top: float,
     recipe: Recipe | None,
-    amax: Tensor | None = None,
 ) -> None:
     width = x.shape[-1]
     num_rows = x.numel() // width
     if num_rows == 0:
         return
     values, codes, block_scale, token_scale = outputs
-    shared = encode_scale if amax is None else amax
     rows, warps = tile_shape(num_rows, width)
     _quantize_rows[(ceil_div(num_rows, rows),)](
         x,
@@ -260,9 +340,8 @@ def _launch(
         None if block_scale is None else block_scale.view(torch.uint8),
         token_scale,
         encode_scale,
-        amax,
         num_rows,
-        1 if shared is None else num_rows // shared.numel(),
+        1 if encode_scale is None else num_rows // encode_scale.numel(),
         top,
         BLOCKS=width // BLOCK,
         TILE=triton.next_power_of_2(width // BLOCK),
@@ -275,7 +354,7 @@ def _launch(
 
 def tile_shape(num_rows: int, width: int) -> tuple[int, int]:
     """Return how many rows a program takes, and how many warps."""
-    padded = triton.next_power_of_2(width)
+    padded = 1 << (width - 1).bit_length()
     rows = 1 if num_rows <= 1024 else max(1, 2048 // padded)
     return rows, min(16, max(1, rows * padded // 512))
 

@@ -28,6 +28,9 @@ __all__ = [
 ]
 
 
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
 @triton.jit
 def round_to_e4m3(magnitudes):
     """Round magnitudes to E4M3, ties to even, saturating; NaN stays. See `round_to_e2m1`.
@@ -42,15 +45,25 @@ def round_to_e4m3(magnitudes):
 
 
 @triton.jit
-def round_to_e2m1(magnitudes):
-    """Round magnitudes to E2M1, ties to even, saturating; NaN becomes 6.
+def _round_to_e2m1(magnitudes):
+    """Round magnitudes to E2M1, ties to even, saturating; NaN becomes 6. Also return sums.
 
-    `numerics.e2m1` says why adding and subtracting a number rounds.
+    `numerics.e2m1` says why adding and subtracting a number rounds. The number is 2**22 + 3 of the
+    power of two below: the sum's last bits are 6 more than the halves of the power, and its
+    exponent's are 2 more than twice the power's, modulo 8. Together they are the code.
     """
     capped = tl.minimum(magnitudes, 6.0)  # of a number and NaN it is the number
     exponent = capped.to(tl.int32, bitcast=True) & 0x7F800000
     power = tl.maximum(exponent, 0x3F800000).to(tl.float32, bitcast=True)  # at least 1
-    return tl.fma(power, -6291456.0, tl.fma(power, 6291456.0, capped))  # 1.5 * 2**22
+    sums = tl.fma(power, 4194307.0, capped)
+    return tl.fma(power, -4194307.0, sums), sums
+
+
+@triton.jit
+def round_to_e2m1(magnitudes):
+    """Round magnitudes to E2M1, ties to even, saturating; NaN becomes 6."""
+    rounded, _ = _round_to_e2m1(magnitudes)
+    return rounded
 
 
 @triton.jit
@@ -123,13 +136,13 @@ def _over(numerators, odd, DIVISOR: tl.constexpr):
 
 @triton.jit
 def _candidate(values, scales, row, RECIPE: tl.constexpr):
-    """Return, for half a block, what was rounded, rounded magnitudes, and the terms of the error.
+    """Return, for half a block, what was rounded, results, their sums, and terms of the error.
 
     `row` is the encode and the decode scale; the largest magnitude where the row has its own, and
     whether that of some row here is so small or large that a rest might not be exact.
     """
     scaled = values * _element_scale(scales, row[1])[:, :, None]
-    rounded = round_to_e2m1(tl.abs(scaled))
+    rounded, sums = _round_to_e2m1(tl.abs(scaled))
     if RECIPE[2]:  # the error of scaled values
         error = tl.fma(rounded, scales[:, :, None], -tl.abs(values * row[0][:, :, None]))
     elif row[2] is None:
@@ -137,7 +150,7 @@ def _candidate(values, scales, row, RECIPE: tl.constexpr):
     else:
         decoded = rounded * scales[:, :, None] * row[2][:, :, None]
         error = _over(decoded, row[3], RECIPE[0]) - tl.abs(values)
-    return scaled, rounded, tl.abs(error) if RECIPE[1] else error * error
+    return scaled, rounded, sums, tl.abs(error) if RECIPE[1] else error * error
 
 
 @triton.jit
@@ -155,42 +168,71 @@ def _from_left(start, terms):
 
 
 @triton.jit
-def round_halves(left, right, encode_scale, top, RECIPE: tl.constexpr):
+def _words(values, sums, amax):
+    """Return the codes of (R, B, 8) values whose magnitudes were rounded by way of `sums`."""
+    sums = sums.to(tl.uint32, bitcast=True)
+    if _INTERPRETED:  # the device's NaN has no sign
+        values = tl.minimum(values, float("inf"))
+    signs = values.to(tl.uint32, bitcast=True) >> 28
+    codes = (sums + (sums >> 22)) & 7 | signs & 0xFFFFFFF8
+    words = tl.sum(codes << (tl.arange(0, 8) * 4)[None, None, :], axis=2)
+    return words & tl.where(amax == 0.0, 0x77777777, 0xFFFFFFFF)  # zeros lose their signs
+
+
+@triton.jit
+def _signed(values, magnitudes, amax):
+    """Return magnitudes with their values' signs."""
+    mask = tl.where(amax == 0.0, 0, -0x80000000)[:, :, None]  # a block of zeros loses its signs
+    return _with_signs(magnitudes, values, mask)
+
+
+@triton.jit
+def round_halves(left, right, encode_scale, top, RECIPE: tl.constexpr, CODES: tl.constexpr):
     """Round a tile of whole rows, with 6 or 4 on top of a block, whichever errs less; a tie is 6.
 
     Args:
-        left: (R, B, 8) fp32, the first half of each block, and
+        left: (R, B, 8) bf16, fp16 or fp32, the first half of each block, and
         right: its second half. Apart, they are in one thread, which adds up errors in their order.
         encode_scale: As for `round_tile`.
         top: As for `round_tile`.
         RECIPE: 6 * e4m3_max, whether the error is mae, and whether it is that of scaled values.
+        CODES: Return codes.
 
     Returns:
-        numbers: Twice (R, B, 8) fp32, E2M1 values.
+        numbers: Twice (R, B, 8) fp32, E2M1 values; or twice (R, B) uint32, eight codes each, the
+            first lowest.
         scales: (R, B) fp32, E4M3 values.
         token_scale: (R,) fp32; the reciprocal of a given encode scale.
 
     Source: `numerics.four_over_six`.
     """
-    amax = tl.maximum(tl.max(tl.abs(left), axis=2), tl.max(tl.abs(right), axis=2))
-    row_amax = tl.max(amax, axis=1)
+    amax = tl.maximum(tl.max(tl.abs(left), axis=2), tl.max(tl.abs(right), axis=2)).to(tl.float32)
+    left, right = left.to(tl.float32), right.to(tl.float32)
+    if encode_scale is None or not RECIPE[2]:
+        row_amax = tl.max(amax, axis=1)
+        odd = (row_amax > 0.0) & ((row_amax < 1e-24) | (row_amax > 1e30))
+        odd = tl.max(odd.to(tl.int32), axis=0) != 0
+    else:  # nobody asks
+        row_amax, odd = encode_scale, False
     encode, decode, token_scale = _scales_of_rows(row_amax, encode_scale, top)
-    odd = (row_amax > 0.0) & ((row_amax < 1e-24) | (row_amax > 1e30))
-    odd = tl.max(odd.to(tl.int32), axis=0) != 0
     row = (
         encode[:, None], decode[:, None], row_amax[:, None] if encode_scale is None else None, odd
     )  # fmt: skip
     base = tl.div_rn(amax, 6.0) * encode[:, None]
     scales6, scales4 = round_to_e4m3(base), round_to_e4m3(base * 1.5)
-    scaled0, six0, terms0 = _candidate(left, scales6, row, RECIPE)
-    scaled1, six1, terms1 = _candidate(right, scales6, row, RECIPE)
+    scaled0, six0, sums60, terms0 = _candidate(left, scales6, row, RECIPE)
+    scaled1, six1, sums61, terms1 = _candidate(right, scales6, row, RECIPE)
     error6 = _from_left(_from_left(0.0, terms0), terms1)
-    _, four0, terms0 = _candidate(left, scales4, row, RECIPE)
-    _, four1, terms1 = _candidate(right, scales4, row, RECIPE)
+    _, four0, sums40, terms0 = _candidate(left, scales4, row, RECIPE)
+    _, four1, sums41, terms1 = _candidate(right, scales4, row, RECIPE)
     takes_four = _from_left(_from_left(0.0, terms0), terms1) < error6
-    mask = tl.where(amax == 0.0, 0, -0x80000000)[:, :, None]  # a block of zeros loses its signs
-    numbers0 = _with_signs(tl.where(takes_four[:, :, None], four0, six0), scaled0, mask)
-    numbers1 = _with_signs(tl.where(takes_four[:, :, None], four1, six1), scaled1, mask)
+    each = takes_four[:, :, None]
+    if CODES:
+        numbers0 = _words(scaled0, tl.where(each, sums40, sums60), amax)
+        numbers1 = _words(scaled1, tl.where(each, sums41, sums61), amax)
+    else:
+        numbers0 = _signed(scaled0, tl.where(each, four0, six0), amax)
+        numbers1 = _signed(scaled1, tl.where(each, four1, six1), amax)
     return numbers0, numbers1, tl.where(takes_four, scales4, scales6), token_scale
 
 
