@@ -41,7 +41,10 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Captures CUDA graphs, all in one memory pool: one runs at a time, so they may share it."""
+    """Captures CUDA graphs, all in one memory pool: one runs at a time, so they may share it.
+
+    The pool ends with the last of its graphs, and the recorder with it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
