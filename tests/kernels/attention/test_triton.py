@@ -218,7 +218,11 @@ def test_wide_heads_and_values_unlike_keys(
 
 @pytest.mark.parametrize(
     ("heads", "rank", "rotary", "page", "dtype"),
-    [(20, 48, 8, 16, BF16), (20, 48, 8, 64, BF16), (5, 64, 16, 64, FP32)],
+    [
+        pytest.param(20, 48, 8, 16, BF16, marks=pytest.mark.slow),
+        (20, 48, 8, 64, BF16),
+        (5, 64, 16, 64, FP32),
+    ],
 )
 def test_latent_attention_equals_the_reference(
     heads: int,
@@ -234,6 +238,7 @@ def test_latent_attention_equals_the_reference(
     case.check(ScoreRule(scale=0.1), limits)
 
 
+@pytest.mark.slow
 def test_deepseek_sized_latents(device: torch.device, limits: Any) -> None:
     heads = 128 if device.type == "cuda" else 66
     form = Form(heads, 1, 512, 64, latent=True, page=64, dtype=BF16)
