@@ -354,23 +354,6 @@ def test_strided_rows_are_refused(device: torch.device, limits: Any) -> None:
         case.attend(ScoreRule(scale=1.0), limits)
 
 
-def test_tiles_fit_the_shared_memory_of_every_architecture() -> None:
-    for room in (232_448, 166_912, 101_376):
-        for dtype, dims, latent in (
-            (BF16, (128, 128), False),
-            (FP16, (256, 256), False),
-            (FP32, (128, 128), False),
-            (BF16, (512, 64), True),
-        ):
-            span = paged.span_tile(dims, dtype=dtype, latent=latent, shared_bytes=room)
-            prompt = paged.prompt_tile(dims, dtype=dtype, latent=latent, shared_bytes=room)
-            assert span.keys == prompt.keys  # or sums would differ
-            for tile in (span, prompt):
-                queries = tile.rows * (sum(dims) if latent else dims[0])
-                keys = tile.stages * tile.keys * sum(dims)
-                assert (queries + keys) * dtype.itemsize < room
-
-
 @pytest.mark.gpu
 def test_a_recorded_graph_replays_with_other_lengths() -> None:
     device = torch.device("cuda")
