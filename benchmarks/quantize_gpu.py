@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tetrarch.kernels.grouped_gemm.tiles import max_blocks
 from tetrarch.kernels.permute import reference as permute_reference
-from tetrarch.kernels.permute.triton import Alignment, align, counts_shape, finalize
+from tetrarch.kernels.permute.triton import Alignment, align, counts_size, finalize
 from tetrarch.kernels.quantize import triton as quantize
 from tetrarch.numerics import nvfp4
 from tetrarch.numerics.contract import WEIGHT_RECIPE, Recipe
@@ -160,7 +160,7 @@ def aligned_slots(ids: Tensor, experts: int) -> Case:
         expert=torch.empty(most, dtype=torch.int32, device="cuda"),
         num_blocks=torch.empty(1, dtype=torch.int32, device="cuda"),
         owned=torch.empty(ids.numel(), dtype=torch.bool, device="cuda"),
-        counts=torch.empty(counts_shape(ids.numel(), experts), dtype=torch.int32, device="cuda"),
+        counts=torch.empty(counts_size(ids.numel(), experts), dtype=torch.int32, device="cuda"),
     )
     run = partial(align, ids, first_expert=0, num_experts=experts, block_tokens=block, out=out)
     return Case(run, 0, (ids, out.sorted_slots, out.num_blocks))

@@ -11,7 +11,7 @@ import torch
 
 from tetrarch.attention.backends import REFERENCE, ROW_INVARIANT, LargestStep
 from tetrarch.attention.build import build_attention, largest_step
-from tetrarch.config.plan import GraphPlan, Plan, SpecPlan, TokenBudget
+from tetrarch.config.plan import Plan, SpecPlan, TokenBudget
 from tetrarch.memory.slots import SlotTable
 
 
@@ -33,8 +33,8 @@ def test_the_largest_step_counts_drafts_padding_and_smoke_steps(
 ) -> None:
     budget = TokenBudget(per_rank=640, rows=640, term="test")
     plan = make_plan(demo_path, model={"context_len": 64}, experts={"budget": budget})
-    assert largest_step(plan) == LargestStep(num_seqs=16, short_q_len=1, context_len=64)
-    drafted = replace(plan, spec=SpecPlan("mtp", 3, 4), graphs=GraphPlan(32, 0))
-    assert largest_step(drafted) == LargestStep(num_seqs=32, short_q_len=4, context_len=64)
+    assert largest_step(plan) == LargestStep(num_seqs=17, short_q_len=1, context_len=64)
+    drafted = replace(plan, spec=SpecPlan("mtp", 3, 4))
+    assert largest_step(drafted) == LargestStep(num_seqs=17, short_q_len=4, context_len=64)
     few = replace(plan, schedule=replace(plan.schedule, max_running_requests=2))
     assert largest_step(few).num_seqs == 11, "ten whole contexts and a rest, side by side"

@@ -117,12 +117,20 @@ def test_on_a_gpu_deterministic_is_for_triton_alone(
 def test_a_gpu_captures_as_many_sequences_as_may_run(settle: Callable[..., Plan]) -> None:
     plan = settle(arch=Arch.SM90)
     assert plan.attention == "triton"
-    assert plan.graphs == GraphPlan(plan.schedule.max_running_requests, 0)
+    assert plan.graphs == GraphPlan(plan.schedule.max_running_requests, 2048)
     why = {one.field: (one.value, one.why) for one in plan.decisions}
-    assert why["cuda_graphs"] == ("on", "decode and verify steps, in 35 sizes of batch")
+    assert why["cuda_graphs"] == (
+        "on",
+        "decode, verify and short prefill steps, in 35 sizes of batch, 11 of prompts",
+    )
     assert why["graph_max_batch"] == ("256", "as many as may run")
-    assert settle(arch=Arch.SM90, graph_max_batch=24).graphs == GraphPlan(24, 0)
-    assert settle(arch=Arch.SM90, graph_max_batch=999).graphs == GraphPlan(256, 0)
+    assert settle(arch=Arch.SM90, graph_max_batch=24).graphs == GraphPlan(24, 2048)
+    assert settle(arch=Arch.SM90, graph_max_batch=999).graphs == GraphPlan(256, 2048)
+    short = settle(arch=Arch.SM90, chunked_prefill_size=512)
+    assert short.graphs.max_prefill_tokens == 512
+    assert settle(arch=Arch.SM90, graph_max_prefill_tokens=0).graphs == GraphPlan(256, 0)
+    larger = settle(arch=Arch.SM90, graph_max_prefill_tokens=16384)
+    assert larger.experts.budget.per_rank == 16384
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,14 @@ from dataclasses import replace
 import pytest
 
 from tetrarch.config.plan import GraphPlan, Plan, SpecPlan
-from tetrarch.executor.buckets import Bucket, buckets_of, choose_bucket, lay_out, pages_per_seq
+from tetrarch.executor.buckets import (
+    Bucket,
+    PromptBucket,
+    buckets_of,
+    choose_bucket,
+    lay_out,
+    pages_per_seq,
+)
 
 BUCKETS = [Bucket(size, q) for size in (1, 2, 4, 8) for q in (1, 4)]
 
@@ -22,16 +29,20 @@ BUCKETS = [Bucket(size, q) for size in (1, 2, 4, 8) for q in (1, 4)]
         ([1, 1, 1], [9, 9, 9], Bucket(4, 1)),
         ([4], [4], Bucket(1, 4)),
         ([2, 1], [9, 4], Bucket(2, 4)),
-        ([2, 1], [9, 3], None),  # no room for three fillers before its first position
-        ([5], [9], None),
+        ([2, 1], [9, 3], PromptBucket(8, 3)),  # no room for three fillers before position 2
+        ([5], [9], PromptBucket(8, 3)),
         ([1] * 9, [9] * 9, None),
         ([], [], None),
+        ([1, 5], [1, 9], PromptBucket(8, 3)),
+        ([3, 3, 3], [3, 3, 3], None),  # no sequence is left to fill it
+        ([4, 4], [3, 9], PromptBucket(8, 3)),  # full
+        ([9], [9], None),
     ],
 )
 def test_the_smallest_that_holds_the_batch(
     q_lens: list[int], kv_lens: list[int], bucket: Bucket | None
 ) -> None:
-    assert choose_bucket(BUCKETS, q_lens, kv_lens) == bucket
+    assert choose_bucket([*BUCKETS, PromptBucket(8, 3)], q_lens, kv_lens) == bucket
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -67,4 +78,8 @@ def test_a_plan_captures_the_fields_usual_sizes(make_plan: Callable[..., Plan]) 
     assert buckets_of(plan) == (Bucket(1, 1), Bucket(2, 1))
     drafted = replace(plan, spec=SpecPlan("mtp", 3, 4))
     assert buckets_of(drafted) == (Bucket(1, 1), Bucket(2, 1), Bucket(1, 4), Bucket(2, 4))
+    prompts = replace(plan, graphs=GraphPlan(0, 600))
+    assert GraphPlan(0, 600).prefill_sizes == (32, 64, 128, 256, 512, 600)
+    assert buckets_of(prompts)[-1] == PromptBucket(600, plan.schedule.max_running_requests + 1)
+    assert pages_per_seq(prompts) * plan.memory.page_size >= 600
     assert pages_per_seq(drafted) * plan.memory.page_size >= plan.model.context_len + 4

@@ -15,7 +15,7 @@ from torch import nn
 
 from tetrarch.core.errors import AddressChanged
 from tetrarch.core.progress import NoProgress, Progress
-from tetrarch.executor.buckets import Bucket
+from tetrarch.executor.buckets import AnyBucket, Bucket, PromptBucket
 from tetrarch.executor.capacity import Capacity
 from tetrarch.executor.executor import Executor
 from tetrarch.executor.graphs import Graphs, Replay
@@ -50,7 +50,7 @@ class Bar(NoProgress):
 
 def capture(
     executor: Executor,
-    *buckets: Bucket,
+    *buckets: AnyBucket,
     progress: Progress | None = None,
     arena: HostArena | None = None,
 ) -> Graphs:
@@ -125,9 +125,24 @@ def test_verification_and_drafts_are_replayed_too(
         speculative_num_draft_tokens=4,
     )
     want = draft_steps(executor, count, most=3)
-    graphs = capture(executor, *(Bucket(size, q) for size in (1, 2, 4) for q in (1, 4)))
+    buckets = [Bucket(size, q) for size in (1, 2, 4) for q in (1, 4)]
+    graphs = capture(executor, *buckets, PromptBucket(32, 5))
     assert draft_steps(executor, count, most=3) == want
     assert graphs.num_replays > 5 * 2, "five verifications, and passes of the draft"
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("chunk_tokens", [4, 64])
+def test_prompts_are_replayed_in_full_buckets_and_in_padded_ones(
+    demo_path: Path, start_rank: Start, serve: Serve, count: int, chunk_tokens: int
+) -> None:
+    """Chunks and decodes in one step; what they leave goes to the spare page."""
+    executor = start_rank(demo_path, quantization="none")
+    want = serve(executor, prompts(count), num_new=5, chunk_tokens=chunk_tokens)
+    graphs = capture(executor, PromptBucket(4, 5), PromptBucket(16, 5))
+    steps = executor.num_steps
+    assert serve(executor, prompts(count), num_new=5, chunk_tokens=chunk_tokens) == want
+    assert graphs.num_replays == executor.num_steps - steps
 
 
 def test_what_no_bucket_holds_runs_as_it_is(

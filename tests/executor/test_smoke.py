@@ -50,6 +50,15 @@ def test_speculation_adds_the_widest_verification_and_work_for_the_draft(
             assert len(seq.pages) * 4 >= len(seq.token_ids) + 2, "the draft's own slots"
 
 
+def test_a_gpus_steps_ask_for_all_that_takes_memory(make_plan: MakePlan) -> None:
+    plan = make_plan(experts=budget(150), device={"torch_device": "cuda"})
+    _, wide, long = smoke_steps(plan, ROOM)
+    [spec] = {seq.samples[0] for seq in wide.seqs}
+    assert (spec.temperature, spec.top_p < 1, spec.top_logprobs > 0) == (1, True, True)
+    assert [len(seq.scoring.targets) for seq in long.seqs if seq.scoring] == [63, 63, 21]
+    assert not any(seq.scoring for seq in smoke_steps(make_plan(), ROOM)[2].seqs)
+
+
 def test_a_cpu_is_not_kept_busy_by_a_huge_budget(make_plan: MakePlan) -> None:
     slow = smoke_steps(make_plan(experts=budget(16384)), ROOM)[2]
     full = smoke_steps(make_plan(experts=budget(2048), device={"torch_device": "cuda"}), ROOM)[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tetrarch.core.errors import CheckpointError
 from tetrarch.models import arrivals
-from tetrarch.models.arrivals import Arrivals, CudaLane
+from tetrarch.models.arrivals import Arrivals, CudaLane, Segment
 from tetrarch.models.sources import SafetensorsSource, open_checkpoint
 
 PIECE = 4096
@@ -42,6 +42,7 @@ def _small(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> N
     if "gpu" not in request.keywords:
         monkeypatch.setattr(arrivals, "PIECE", PIECE)
         monkeypatch.setattr(arrivals, "_SMALL", 64)
+        monkeypatch.setattr(arrivals, "_AHEAD", 5 * PIECE)
 
 
 @dataclass
@@ -98,12 +99,12 @@ class Watched:
         self.name, self.headers = files.name, files.headers
         self.num_read, self._lock = 0, threading.Lock()
 
-    def read_into(self, octets: Tensor, name: str, start: int) -> None:
-        if name == self._broken:
+    def fill(self, wanted: Sequence[Segment]) -> None:
+        if any(segment.name == self._broken for segment in wanted):
             raise CheckpointError("the disk is gone", why="a test", fix="none")
-        self._files.read_into(octets, name, start)
+        self._files.fill(wanted)
         with self._lock:
-            self.num_read += len(octets)
+            self.num_read += sum(len(segment.view) for segment in wanted)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -123,7 +124,7 @@ def test_reading_goes_on_while_the_consumer_works_and_stops_where_it_is_far_ahea
     arriving = Arrivals(watched, HostLane).read(list(tensors))
     for taken in range(1, 5):
         next(arriving)
-        far = (taken + arrivals._AHEAD) * PIECE
+        far = (taken + 5) * PIECE
         until(lambda far=far: watched.num_read == far)
         time.sleep(0.02)
         assert watched.num_read == far

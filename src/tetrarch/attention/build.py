@@ -46,7 +46,7 @@ def largest_step(plan: Plan) -> LargestStep:
     """Return the sizes that no step exceeds."""
     prompts = plan.experts.budget.per_rank // plan.model.context_len + 1  # of a smoke step
     return LargestStep(
-        num_seqs=max(plan.schedule.max_running_requests, plan.graphs.max_decode_batch, prompts),
+        num_seqs=max(plan.schedule.max_running_requests + 1, prompts),  # 1: fills a bucket
         short_q_len=tokens_per_request(plan.spec),
         context_len=plan.model.context_len,
     )

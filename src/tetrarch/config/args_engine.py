@@ -177,6 +177,7 @@ class EngineArgs:
         Knob(
             "Largest prefill that is captured; 0: none. auto: by device",
             also=(
+                Alias("--prefill-graph-max-tokens"),
                 Alias("--cuda-graph-max-bs-prefill"),
                 Alias("--piecewise-cuda-graph-max-tokens"),
                 Alias("--disable-piecewise-cuda-graph", means="0"),

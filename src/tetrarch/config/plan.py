@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -152,8 +153,17 @@ class GraphPlan:
     def decode_batches(self) -> tuple[int, ...]:
         """Sequences of each captured decode step: as close as steps of 8 rows are worth it."""
         sizes = (1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, 1 << 16, 32))
-        below = tuple(takewhile(lambda size: size < self.max_decode_batch, sizes))
-        return (*below, self.max_decode_batch) if self.max_decode_batch else ()
+        return _up_to(self.max_decode_batch, sizes)
+
+    @property
+    def prefill_sizes(self) -> tuple[int, ...]:
+        """Tokens of each captured prefill step."""
+        return _up_to(self.max_prefill_tokens, (32, 64, 128, *range(256, 1 << 20, 256)))
+
+
+def _up_to(most: int, sizes: Iterable[int]) -> tuple[int, ...]:
+    """Return those below `most`, and `most`; nothing for 0."""
+    return (*takewhile(lambda size: size < most, sizes), most) if most else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

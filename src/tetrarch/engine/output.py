@@ -37,7 +37,8 @@ class Output:
         self._told = 0  # output tokens that the client knows
         self._logprobs: list[TokenLogprob] = []  # of those it does not
         self._told_prompt = False
-        self._starts: list[tuple[str, int]] = []  # a version, and its first output
+        self._closed: list[WeightSpan] = []  # of versions that draw no more
+        self._version, self._drawn_since = "", 0  # the one that draws, and its first output
         self.times = {"received": time.monotonic()}
         self.acceptance = Acceptance()
 
@@ -60,8 +61,8 @@ class Output:
             self.seq.tokens.append(token_id)
             if logprobs:
                 self._logprobs.append(logprobs[index])
-            if not self._starts or self._starts[-1][0] != version:
-                self._starts.append((version, self.seq.num_outputs - 1))
+            if version != self._version:
+                self._change_version(version)
             if (finish := self._finish(token_id)) is not None:
                 return finish
         return None
@@ -91,18 +92,23 @@ class Output:
             finish=finish,
             num_cached=seq.num_cached,
             num_retractions=seq.num_retractions,
-            versions=self._spans(),
+            versions=self._spans,
             times=dict(self.times),
             acceptance=self.acceptance.copy() if self.acceptance.num_verifies else None,
         )
 
+    def _change_version(self, version: str) -> None:
+        """Note that the last token is the first one of this version."""
+        end = self.seq.num_outputs - 1
+        if end > 0:
+            self._closed.append(WeightSpan(self._version, self._drawn_since, end))
+        self._version, self._drawn_since = version, end
+
+    @property
     def _spans(self) -> tuple[WeightSpan, ...]:
-        ends = [start for _, start in self._starts[1:]]
-        ends.append(self.seq.num_outputs)
-        return tuple(
-            WeightSpan(version, start, end)
-            for (version, start), end in zip(self._starts, ends, strict=False)
-        )
+        if (end := self.seq.num_outputs) == 0:
+            return ()
+        return (*self._closed, WeightSpan(self._version, self._drawn_since, end))
 
     def _finish(self, token_id: int) -> FinishReason | None:
         seq = self.seq

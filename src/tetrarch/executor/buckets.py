@@ -4,12 +4,13 @@
 A bucket has room for S sequences of Q rows each. A sequence that brings fewer rows is given
 *fillers* in front, at positions that it has computed before; a bucket that is not full repeats the
 shortest sequence. Both visit experts that the batch visits anyway, or nearly, and read nothing but
-pages of running sequences. What they write goes to a spare page.
+pages of running sequences. What they write goes to a spare page. Prompts of any lengths share a
+bucket of rows; one more prompt, that lives in the spare page, takes what they leave.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,16 @@ from tetrarch.config.budget import tokens_per_request
 from tetrarch.config.plan import Plan
 from tetrarch.core.units import ceil_div
 
-__all__ = ["Bucket", "Layout", "buckets_of", "choose_bucket", "lay_out", "pages_per_seq"]
+__all__ = [
+    "AnyBucket",
+    "Bucket",
+    "Layout",
+    "PromptBucket",
+    "buckets_of",
+    "choose_bucket",
+    "lay_out",
+    "pages_per_seq",
+]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -33,6 +43,17 @@ class Bucket:
     def num_rows(self) -> int:
         """Tokens."""
         return self.num_seqs * self.q_len
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PromptBucket:
+    """The size of a captured forward of prompts; one more takes the rows that they leave."""
+
+    num_rows: int
+    num_seqs: int  # the one that fills it included
+
+
+AnyBucket = Bucket | PromptBucket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,21 +77,25 @@ class Layout:
     is_even: bool
 
 
-def buckets_of(plan: Plan) -> tuple[Bucket, ...]:
-    """Return the sizes that a plan captures: of one row, and of as many as are verified."""
+def buckets_of(plan: Plan) -> tuple[AnyBucket, ...]:
+    """Return the sizes that a plan captures: of one row, of as many as are verified, of prompts."""
     lengths = sorted({1, tokens_per_request(plan.spec)})
-    return tuple(Bucket(size, q) for q in lengths for size in plan.graphs.decode_batches)
+    seqs = plan.schedule.max_running_requests + 1
+    return (
+        *(Bucket(size, q) for q in lengths for size in plan.graphs.decode_batches),
+        *(PromptBucket(rows, seqs) for rows in plan.graphs.prefill_sizes),
+    )
 
 
 def pages_per_seq(plan: Plan) -> int:
-    """Return the most pages of a sequence: those of a whole context, and of drafts beyond."""
+    """Return the most pages of a sequence: of a whole context and drafts, or what fills prompts."""
     longest = plan.model.context_len + tokens_per_request(plan.spec)
-    return ceil_div(longest, plan.memory.page_size)
+    return ceil_div(max(longest, plan.graphs.max_prefill_tokens), plan.memory.page_size)
 
 
 def choose_bucket(
-    buckets: Sequence[Bucket], q_lens: Sequence[int], kv_lens: Sequence[int]
-) -> Bucket | None:
+    buckets: Iterable[AnyBucket], q_lens: Sequence[int], kv_lens: Sequence[int]
+) -> AnyBucket | None:
     """Return the bucket of fewest rows that holds a batch; `None`: none does.
 
     Args:
@@ -78,13 +103,16 @@ def choose_bucket(
         q_lens: Rows of each sequence.
         kv_lens: Its length after the step; a sequence must have positions for its fillers.
     """
+    count, rows = len(q_lens), sum(q_lens)
     shortest, most = min(kv_lens, default=0), max(q_lens, default=0)
-    fitting = (
-        bucket
-        for bucket in buckets
-        if most <= bucket.q_len <= shortest and len(q_lens) <= bucket.num_seqs
-    )
-    return min(fitting, key=lambda bucket: (bucket.num_rows, bucket), default=None)
+
+    def holds(bucket: AnyBucket) -> bool:
+        if isinstance(bucket, PromptBucket):
+            return 0 < rows <= bucket.num_rows and count < bucket.num_seqs
+        return most <= bucket.q_len <= shortest and count <= bucket.num_seqs
+
+    fitting = filter(holds, buckets)
+    return min(fitting, key=lambda one: (one.num_rows, one.num_seqs), default=None)
 
 
 def lay_out(bucket: Bucket, q_lens: Sequence[int], kv_lens: Sequence[int]) -> Layout:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forwards that were captured once and are replayed: a step costs one launch instead of thousands.
 
-Captured are decode and verify steps, in buckets of sequences, and the draft's passes over them;
-everything else runs as it is. A replay reads the addresses of its capture, so capture comes after
-everything is where it stays, and `check` compares.
+Captured are decode and verify steps, in buckets of sequences, short prefill steps, in buckets of
+tokens, and the draft's passes over them; everything else runs as it is. A replay reads the
+addresses of its capture, so capture comes after everything is where it stays, and `check` compares.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tetrarch.attention.types import AttentionInputs
 from tetrarch.core.progress import Progress
 from tetrarch.core.specs import TensorSpec
 from tetrarch.executor.bucket_inputs import BucketInputs, Rows, SparePage
-from tetrarch.executor.buckets import Bucket, choose_bucket, lay_out
+from tetrarch.executor.buckets import AnyBucket, Bucket, PromptBucket, choose_bucket
 from tetrarch.memory.arena import Arena
 from tetrarch.memory.fingerprint import Fingerprints
 from tetrarch.memory.slots import SlotTable
@@ -85,34 +85,37 @@ class Graphs:
         model: Model,
         pool: KVPool,
         *,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[AnyBucket],
         pages_per_seq: int,
         arena: Arena | None = None,
     ) -> None:
-        self._model, self._pool, self.buckets = model, pool, tuple(sorted(buckets, reverse=True))
+        self._model, self._pool = model, pool
+        self.buckets = tuple(sorted(buckets, key=lambda one: (-one.num_rows, -one.num_seqs)))
         self.slots, self._arena = SlotTable(arena), arena
-        self._target: dict[Bucket, Replay] = {}
-        self._draft: dict[Bucket, Replay] = {}
+        self._target: dict[AnyBucket, Replay] = {}
+        self._draft: dict[AnyBucket, Replay] = {}
         self._prints = Fingerprints.of({})
         self.num_replays, self.capture_s = 0, 0.0
         if not buckets:
             return
         self._speculates = model.draft is not None
-        largest = Bucket(max(b.num_seqs for b in buckets), max(b.q_len for b in buckets))
         width = TensorSpec((model.hidden_size,), model.dtype, model.device)
         self._inputs = BucketInputs(
-            largest,
+            self.buckets,
             pages_per_seq=pages_per_seq,
             hidden=width if self._speculates else None,
             spare=SparePage(pool.num_pages - 1, pool.page_size),
             slots=self.slots,
             device=model.device,
         )
-        sizes = {"logits": (largest.num_rows, model.vocab_size)}
+        rows = max(bucket.num_rows for bucket in buckets)
+        logits = max(_num_logits(bucket) for bucket in buckets)
+        sizes = {"logits": (logits, model.vocab_size)}
         if self._speculates:
-            sizes["hidden of the target"] = (largest.num_rows, model.hidden_size)
-            sizes["logits of the draft"] = (largest.num_seqs, model.vocab_size)
-            sizes["hidden of the draft"] = (largest.num_rows, model.hidden_size)
+            guesses = max(bucket.num_seqs for bucket in buckets)
+            sizes["hidden of the target"] = (rows, model.hidden_size)
+            sizes["logits of the draft"] = (guesses, model.vocab_size)
+            sizes["hidden of the draft"] = (rows, model.hidden_size)
         self._results = {
             name: self.slots.allocate(name, TensorSpec(shape, model.dtype, model.device))
             for name, shape in sizes.items()
@@ -120,7 +123,7 @@ class Graphs:
 
     @torch.inference_mode()
     def capture(
-        self, recorder: Recorder, progress: Progress, *, only: Sequence[Bucket] | None = None
+        self, recorder: Recorder, progress: Progress, *, only: Sequence[AnyBucket] | None = None
     ) -> None:
         """Capture every bucket, the largest first: the smaller ones fit into its memory.
 
@@ -169,11 +172,11 @@ class Graphs:
         """Compute one step, as `Model.forward` does."""
         rows = Rows(token_ids=token_ids, positions=positions, attn=attn, logits_at=logits_at)
         bucket = self._bucket_for(rows, self._target)
-        if bucket is None or len(logits_at) > bucket.num_rows:
+        if bucket is None or len(logits_at) > _num_logits(bucket):
             return self._model.forward(
                 token_ids, positions, attn, pool, logits_at, wants_hidden=wants_hidden
             )
-        row_of = self._replay(self._target, bucket, rows, num_logits=bucket.num_rows)
+        row_of = self._replay(self._target, bucket, rows, num_logits=_num_logits(bucket))
         logits = self._results["logits"][: len(logits_at)]
         if not wants_hidden:
             return Forward(logits)
@@ -203,7 +206,7 @@ class Graphs:
         logits = self._results["logits of the draft"][: len(logits_at)]
         return Forward(logits, self._hidden("hidden of the draft", len(token_ids), row_of))
 
-    def _bucket_for(self, rows: Rows, captured: Mapping[Bucket, Replay]) -> Bucket | None:
+    def _bucket_for(self, rows: Rows, captured: Mapping[AnyBucket, Replay]) -> AnyBucket | None:
         """Return the bucket to replay; `None` where the step must run as it is."""
         if not captured or (self._arena is not None and self._arena.is_released):
             return None
@@ -211,15 +214,20 @@ class Graphs:
         bucket = choose_bucket(tuple(captured), q_lens, kv_lens)
         if bucket is None or rows.attn.page_table.shape[1] > self._inputs.pages_per_seq:
             return None
-        padded = (*kv_lens, *(min(kv_lens),) * (bucket.num_seqs - len(kv_lens)))
-        is_cut = self._model.attention.cuts((bucket.q_len,) * bucket.num_seqs, padded)
-        return bucket if is_cut else None
+        if isinstance(bucket, Bucket):
+            q_lens = (bucket.q_len,) * bucket.num_seqs
+            kv_lens = (*kv_lens, *(min(kv_lens),) * (bucket.num_seqs - len(kv_lens)))
+        return bucket if self._model.attention.cuts(q_lens, kv_lens) else None
 
     def _replay(
-        self, captured: Mapping[Bucket, Replay], bucket: Bucket, rows: Rows, *, num_logits: int
+        self,
+        captured: Mapping[AnyBucket, Replay],
+        bucket: AnyBucket,
+        rows: Rows,
+        *,
+        num_logits: int,
     ) -> Tensor | None:
-        layout = lay_out(bucket, rows.attn.q_lens, rows.attn.kv_lens_host)
-        row_of = self._inputs.fill(bucket, rows, layout, num_logits=num_logits)
+        row_of = self._inputs.fill(bucket, rows, num_logits=num_logits)
         captured[bucket]()
         self.num_replays += 1
         return row_of
@@ -227,8 +235,8 @@ class Graphs:
     def _hidden(self, name: str, count: int, row_of: Tensor | None) -> Tensor:
         return self._results[name][:count] if row_of is None else self._results[name][row_of]
 
-    def _run_target(self, bucket: Bucket) -> None:
-        rows = self._inputs.rows(bucket, num_logits=bucket.num_rows)
+    def _run_target(self, bucket: AnyBucket) -> None:
+        rows = self._inputs.rows(bucket, num_logits=_num_logits(bucket))
         found = self._model.forward(
             rows.token_ids,
             rows.positions,
@@ -241,7 +249,7 @@ class Graphs:
         if found.hidden is not None:
             self._keep("hidden of the target", found.hidden)
 
-    def _run_draft(self, bucket: Bucket) -> None:
+    def _run_draft(self, bucket: AnyBucket) -> None:
         rows = self._inputs.rows(bucket, num_logits=bucket.num_seqs)
         assert rows.hidden is not None
         found = self._model.draft_forward(
@@ -268,5 +276,10 @@ class Graphs:
         return dict(chain(named, slots))
 
 
-def _bound(run: Callable[[Bucket], None], bucket: Bucket) -> Replay:
+def _num_logits(bucket: AnyBucket) -> int:
+    """Return the most rows whose logits a step of the target yields."""
+    return bucket.num_seqs if isinstance(bucket, PromptBucket) else bucket.num_rows
+
+
+def _bound(run: Callable[[AnyBucket], None], bucket: AnyBucket) -> Replay:
     return lambda: run(bucket)

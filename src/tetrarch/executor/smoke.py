@@ -9,11 +9,22 @@ from tetrarch.config.budget import tokens_per_request
 from tetrarch.config.plan import Plan
 from tetrarch.core.units import ceil_div
 from tetrarch.executor.capacity import Capacity
-from tetrarch.executor.step import DraftWork, Phase, SampleSpec, SeqChunk, Step
+from tetrarch.executor.step import (
+    DraftWork,
+    Phase,
+    PromptScoring,
+    SampleSpec,
+    SeqChunk,
+    Step,
+)
 
 __all__ = ["smoke_steps"]
 
 _GREEDY = SampleSpec(temperature=0.0)
+# On a GPU pages take what the largest steps leave, so that these ask for all that takes memory.
+_THOROUGH = SampleSpec(
+    temperature=1.0, top_p=0.9, min_p=0.01, frequency_penalty=0.1, output_ids=(0,), top_logprobs=8
+)
 _CPU_TOKENS = 1024  # a CPU's buffers grow with the batch, so a longer forward proves no more
 
 
@@ -27,9 +38,10 @@ def smoke_steps(plan: Plan, capacity: Capacity) -> tuple[Step, ...]:
     """
     each = tokens_per_request(plan.spec)
     work = None if plan.spec is None else DraftWork(next_id=None, num_drafts=each - 1)
-    layout = _Layout(capacity, work)
+    is_cpu = plan.device.torch_device == "cpu"
+    layout = _Layout(capacity, work, _GREEDY if is_cpu else _THOROUGH, scores=not is_cpu)
     most = plan.experts.budget.per_rank
-    longest = min(most, _CPU_TOKENS) if plan.device.torch_device == "cpu" else most
+    longest = min(most, _CPU_TOKENS) if is_cpu else most
     widest = min(plan.schedule.max_running_requests, most)
     context_len = plan.model.context_len
     prefill = [context_len] * (longest // context_len) + [longest % context_len]
@@ -47,6 +59,8 @@ def smoke_steps(plan: Plan, capacity: Capacity) -> tuple[Step, ...]:
 class _Layout:
     capacity: Capacity
     work: DraftWork | None
+    spec: SampleSpec
+    scores: bool  # every token of a prompt
 
     def step(self, phase: Phase, lengths: list[int], *, num_samples: int = 1) -> Step:
         """Lay sequences of these lengths out in fresh pages, as many as fit.
@@ -59,6 +73,7 @@ class _Layout:
         for row, length in enumerate(lengths):
             if used + ceil_div(length, size) > self.capacity.num_pages:
                 break
+            scoring = PromptScoring(first=0, targets=(0,) * (length - 1)) if self.scores else None
             end = min(used + ceil_div(length + ahead, size), self.capacity.num_pages)
             seqs.append(
                 SeqChunk(
@@ -66,7 +81,8 @@ class _Layout:
                     token_ids=(0,) * length,
                     start=0,
                     pages=tuple(range(used, end)),
-                    samples=(_GREEDY,) * num_samples,
+                    samples=(self.spec,) * num_samples,
+                    scoring=scoring if phase is Phase.PREFILL else None,
                     draft=self.work,
                 )
             )

@@ -9,22 +9,22 @@ memory is one piece a thread, device memory what is ahead of the consumer.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from tetrarch.core.units import MIB, align_up
 
-__all__ = ["PIECE", "Arrivals", "CudaLane", "Files", "Lane"]
+__all__ = ["PIECE", "Arrivals", "CudaLane", "Files", "Lane", "Segment"]
 
 _NUM_LANES = 8
-PIECE = 8 * MIB  # 150 us on the bus, so that starting a copy does not show
-_AHEAD = 12  # batches read or being read that nobody has asked for yet
+PIECE = 16 * MIB  # 300 us on the bus, so that starting a copy does not show
+_AHEAD = 160 * MIB  # of what is read or being read, that nobody has asked for yet
 _SMALL = (
     1 << 16
 )  # bytes; smaller tensors stay on the host, where asking what they hold costs nothing
@@ -44,6 +44,14 @@ class Header(Protocol):
     def num_bytes(self) -> int: ...
 
 
+class Segment(NamedTuple):
+    """Some bytes of a tensor, and where they are wanted."""
+
+    name: str
+    start: int
+    view: memoryview
+
+
 class Files(Protocol):
     """Where tensors come from."""
 
@@ -53,8 +61,8 @@ class Files(Protocol):
     @property
     def headers(self) -> Mapping[str, Header]: ...
 
-    def read_into(self, octets: Tensor, name: str, start: int) -> None:
-        """Fill (n,) uint8 on the host with the bytes of a tensor that begin at `start`.
+    def fill(self, wanted: Sequence[Segment]) -> None:
+        """Read some bytes of some tensors.
 
         Raises:
             CheckpointError: The file has changed since it was opened, or cannot be read.
@@ -105,8 +113,7 @@ class CudaLane:
         self._stream.synchronize()
 
 
-@dataclass(frozen=True, slots=True)
-class _Segment:
+class _Part(NamedTuple):
     """Some bytes of a tensor, and where in the batch they go."""
 
     name: str
@@ -135,7 +142,7 @@ class _Batch:
     def has_room(self, num_bytes: int) -> bool:
         return self.num_bytes == 0 or self.num_bytes + num_bytes <= PIECE or num_bytes <= _SMALL
 
-    def pieces(self, headers: Mapping[str, Header]) -> Iterator[list[_Segment]]:
+    def pieces(self, headers: Mapping[str, Header]) -> Iterator[list[_Part]]:
         """Return what each thread reads at a time: a run of the batch, in order."""
         sizes = {
             name: headers[name].num_bytes for name, at in self.places.items() if at is not None
@@ -143,9 +150,9 @@ class _Batch:
         if self.num_bytes > PIECE:
             ((name, size),) = sizes.items()
             for start in range(0, size, PIECE):
-                yield [_Segment(name, start, min(PIECE, size - start), start)]
+                yield [_Part(name, start, min(PIECE, size - start), start)]
         elif sizes:
-            yield [_Segment(name, 0, size, self.places[name] or 0) for name, size in sizes.items()]
+            yield [_Part(name, 0, size, self.places[name] or 0) for name, size in sizes.items()]
 
 
 class Arrivals:
@@ -180,12 +187,15 @@ class Arrivals:
         for lane in made:
             lanes.put(lane)
         ahead: deque[_Batch] = deque()
+        num_ahead = 0
         pool = ThreadPoolExecutor(_NUM_LANES, thread_name_prefix="arrivals")
         try:
             for batch in self._cut(names):
                 self._launch(batch, pool, lanes, empty=made[0].empty)
                 ahead.append(batch)
-                if len(ahead) > _AHEAD:
+                num_ahead += batch.num_bytes
+                while num_ahead > _AHEAD:
+                    num_ahead -= ahead[0].num_bytes
                     yield from self._unpack(ahead.popleft())
             while ahead:
                 yield from self._unpack(ahead.popleft())
@@ -222,18 +232,23 @@ class Arrivals:
     def _read_small(self, names: list[str], on_host: dict[str, Tensor]) -> None:
         for name in names:
             on_host[name] = torch.empty(self._files.headers[name].num_bytes, dtype=torch.uint8)
-            self._files.read_into(on_host[name], name, 0)
+        views = {name: on_host[name].numpy().data for name in names}
+        self._files.fill([Segment(name, 0, view) for name, view in views.items()])
 
     def _carry(
-        self, piece: list[_Segment], lanes: SimpleQueue[Lane], target: Tensor, known: object
+        self, piece: list[_Part], lanes: SimpleQueue[Lane], target: Tensor, known: object
     ) -> None:
         """Read a piece and copy it: the work of one thread."""
         lane, first, last = lanes.get(), piece[0].at, piece[-1]
+        view = lane.buffer.numpy().data
+        places = [part.at - first for part in piece]
         try:
-            for segment in piece:
-                at = segment.at - first
-                octets = lane.buffer[at : at + segment.num_bytes]
-                self._files.read_into(octets, segment.name, segment.start)
+            self._files.fill(
+                [
+                    Segment(part.name, part.start, view[at : at + part.num_bytes])
+                    for part, at in zip(piece, places, strict=True)
+                ]
+            )
             lane.copy(target[first : last.at + last.num_bytes], known)
         finally:
             lanes.put(lane)

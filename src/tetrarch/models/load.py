@@ -8,7 +8,7 @@ loading needs the finished model, one packed layer and one expert's raw matrices
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -41,6 +41,8 @@ def first_load(
 ) -> LoadReport:
     """Fill a new model as its plan says: from the plan's checkpoint, or with random numbers.
 
+    What it needed of the device on the way is given back: the KV cache is sized by what is free.
+
     Args:
         model: Built from the plan.
         plan: Where weights come from, and what the experts are to be.
@@ -50,11 +52,14 @@ def first_load(
     Raises:
         CheckpointError: As of `load_weights`, or there are no weights.
     """
-    if plan.model.load_format == "dummy":
-        return make_weights(model, plan.quant, progress=progress)
-    source = open_checkpoint(plan, plan.model.path)
-    placed = None if place is None else place(source)
-    return load_weights(model, source, plan=plan.quant, progress=progress, placements=placed)
+    try:
+        if plan.model.load_format == "dummy":
+            return make_weights(model, plan.quant, progress=progress)
+        source = open_checkpoint(plan, plan.model.path)
+        placed = None if place is None else place(source)
+        return load_weights(model, source, plan=plan.quant, progress=progress, placements=placed)
+    finally:
+        torch.cuda.empty_cache()  # nothing where CUDA is not in use
 
 
 def load_weights(
@@ -107,20 +112,14 @@ def fill(
     began = time.perf_counter()
     names = placements.reading_order()
     num_bytes = sum(source.headers[name].num_bytes for name in names)
-    to = {one.weight.name: one.to for one in placements.weights}
-    collector = PartCollector(one.weight for one in placements.weights)
     check_tied(writer.model, source, placements)
     progress.start("loading weights", num_bytes, "bytes")
     try:
-        for name, tensor in source.read(names):
-            if (whole := collector.add(name, tensor)) is not None:
-                weight, parts = whole
-                writer.take(weight, to[weight.name], parts)
-            progress.advance(source.headers[name].num_bytes)
+        unfinished = _write(writer, source, placements, names=names, progress=progress)
     finally:
         progress.finish()
     faults = Faults()
-    for name in collector.unfinished() or writer.unfinished():
+    for name in unfinished:
         faults.add(Fault.MISSING, name)
     faults.raise_any(source.name)
     if writer.digests:
@@ -136,6 +135,27 @@ def fill(
         decoded=_decoded(placements, writer.model),
         unused=placements.unused,
     )
+
+
+def _write(
+    writer: WeightWriter,
+    source: Source,
+    placements: Placements,
+    *,
+    names: Sequence[str],
+    progress: Progress,
+) -> list[str]:
+    """Write tensor by tensor; return in words what lacked a part in the end."""
+    to = {one.weight.name: one.to for one in placements.weights}
+    collector = PartCollector(one.weight for one in placements.weights)
+    for name, tensor in source.read(names):
+        if (whole := collector.add(name, tensor)) is not None:
+            weight, parts = whole
+            writer.take(weight, to[weight.name], parts)
+            del parts
+        del tensor, whole  # a source may read ahead: none should outlive its turn
+        progress.advance(source.headers[name].num_bytes)
+    return collector.unfinished() or writer.unfinished()
 
 
 def _decoded(placements: Placements, model: Model) -> tuple[Decoded, ...]:

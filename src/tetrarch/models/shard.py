@@ -8,6 +8,7 @@ with a signal; a read that comes short is an error like any other.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +18,8 @@ from tetrarch.config.files import open_file
 from tetrarch.core.errors import CheckpointError
 
 __all__ = ["Shard"]
+
+_MOST_VIEWS = 1024  # of one call: IOV_MAX
 
 
 class Shard:
@@ -37,22 +40,22 @@ class Shard:
     def read(self, name: str, offset: int, num_bytes: int) -> Tensor:
         """Return the bytes of a tensor: (num_bytes,) uint8. Else as `read_into`."""
         octets = torch.empty(num_bytes, dtype=torch.uint8)
-        self.read_into(octets, name, offset)
+        self.read_into([octets.numpy().data], name, offset)
         return octets
 
-    def read_into(self, octets: Tensor, name: str, offset: int) -> None:
-        """Fill (n,) uint8 with bytes of a tensor.
+    def read_into(self, views: Sequence[memoryview], name: str, offset: int) -> None:
+        """Fill some memory, one view after the other, with a run of bytes.
 
         Args:
-            octets: On the host; says how many.
-            name: What errors call the tensor.
+            views: Of bytes; they say how many.
+            name: What errors call the tensor that begins there.
             offset: Of the first byte in the file.
 
         Raises:
             CheckpointError: The file has changed since it was opened, or cannot be read.
         """
         try:
-            self._fill(octets.numpy().data, offset)
+            self._fill([view for view in views if view], offset)
             changed = self._stamp() != self._seen
         except OSError as error:
             raise self._unreadable(f"{name} in {self._path}", error) from error
@@ -69,12 +72,16 @@ class Shard:
             f"{what} cannot be read", why=str(error), fix="check the disk and the file, try again"
         )
 
-    def _fill(self, view: memoryview, start: int) -> None:
-        while view:  # one call reads 2 GiB at most
-            count = os.preadv(self._file.fileno(), [view], start)
+    def _fill(self, views: list[memoryview], start: int) -> None:
+        while views:  # one call reads 2 GiB at most
+            count = os.preadv(self._file.fileno(), views[:_MOST_VIEWS], start)
             if count == 0:
                 raise OSError("the file ends too early")
-            view, start = view[count:], start + count
+            start += count
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if count:
+                views[0] = views[0][count:]
 
     def _stamp(self) -> tuple[int, int]:
         status = os.fstat(self._file.fileno())

@@ -7,7 +7,7 @@ read, so that a checkpoint which does not fit is refused before anything has bee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +21,7 @@ from tetrarch.config.headers import TensorHeader as FileHeader
 from tetrarch.config.headers import no_weights, read_headers
 from tetrarch.config.plan import Plan
 from tetrarch.core.courtesy import gently
-from tetrarch.models.arrivals import Arrivals, CudaLane, Lane
+from tetrarch.models.arrivals import Arrivals, CudaLane, Lane, Segment
 from tetrarch.models.shard import Shard
 
 __all__ = [
@@ -146,14 +146,25 @@ class SafetensorsSource:
             octets = shard.read(name, self._offsets[name], header.num_bytes)
             yield name, octets.view(header.dtype).view(header.shape)
 
-    def read_into(self, octets: Tensor, name: str, start: int) -> None:
-        """Fill (n,) uint8 on the host with the bytes of a tensor that begin at `start`.
+    def fill(self, wanted: Sequence[Segment]) -> None:
+        """Read some bytes of some tensors; neighbours in a file come in one call.
 
         Raises:
             CheckpointError: As `read`.
         """
-        shard = self._shards[self._headers[name].file]
-        shard.read_into(octets, name, self._offsets[name] + start)
+        file, first, end = "", wanted[0], -1
+        run: list[memoryview] = []
+        for segment in wanted:
+            owner = self._headers[segment.name].file
+            offset = self._offsets[segment.name] + segment.start
+            if run and (owner, offset) != (file, end):
+                self._shards[file].read_into(run, first.name, end - sum(map(len, run)))
+                run = []
+            if not run:
+                file, first = owner, segment
+            run.append(segment.view)
+            end = offset + len(segment.view)
+        self._shards[file].read_into(run, first.name, end - sum(map(len, run)))
 
 
 class TensorSource:
@@ -219,9 +230,11 @@ class DraftedSource:
         for name in names:
             yield from self._of(name).read([name])
 
-    def read_into(self, octets: Tensor, name: str, start: int) -> None:
+    def fill(self, wanted: Sequence[Segment]) -> None:
         """Do as `SafetensorsSource`."""
-        self._of(name).read_into(octets, name, start)
+        for source in (self._target, self._draft):
+            if own := [segment for segment in wanted if self._of(segment.name) is source]:
+                source.fill(own)
 
     def _of(self, name: str) -> SafetensorsSource:
         return self._draft if name in self._names else self._target

@@ -59,19 +59,20 @@ class Values:
     """The least and the largest number of each tensor that came, known to the device alone."""
 
     def __init__(self) -> None:
-        self._ends: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
+        self._ends: dict[torch.dtype, list[tuple[str, Tensor, Tensor]]] = {}
 
     def note(self, name: str, value: Tensor | Nvfp4Matrix) -> None:
         """Look at a tensor, or at the block scales of a serialized one; nobody waits."""
         if isinstance(value, Nvfp4Matrix):
             value = value.block_scale.view(torch.uint8)
-        self._ends.setdefault(value.dtype, []).append((name, torch.stack(value.aminmax())))
+        low, high = value.aminmax()
+        self._ends.setdefault(value.dtype, []).append((name, low, high))
 
     def flaw(self) -> tuple[str, str] | None:
         """Return the first name since the last call whose values no weight has, and why."""
         for dtype, noted in self._ends.items():
-            ends = torch.stack([each for _, each in noted]).float().tolist()
-            for (name, _), (low, high) in zip(noted, ends, strict=True):
+            ends = torch.stack([end for _, *ends in noted for end in ends]).float().tolist()
+            for (name, *_), low, high in zip(noted, ends[::2], ends[1::2], strict=True):
                 if not (math.isfinite(low) and math.isfinite(high)):
                     return name, "it holds NaN or infinite values"
                 if dtype is torch.uint8 and high > _LARGEST_E4M3:

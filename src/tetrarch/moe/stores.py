@@ -15,6 +15,9 @@ from tetrarch.numerics.contract import Recipe
 
 __all__ = ["PackedStore", "PlainStore", "buffer_of"]
 
+_LONGEST_RUN = {"cpu": 1}  # experts that are encoded together; one is no slower on a CPU
+_LONGEST_ELSEWHERE = 4  # where starting a kernel costs more than an expert
+
 
 def buffer_of(part: Part) -> str:
     """Return the name of the matrix that a part is stored in."""
@@ -39,6 +42,8 @@ class PackedStore:
             global_scale = torch.empty(shape, dtype=torch.float32, device=device)
             self._buffers[f"{name}_global_scale"] = global_scale
         self._waiting: dict[int, tuple[Part, Tensor]] = {}  # local expert: its raw gate or up
+        self._runs: dict[str, list[tuple[int, list[Tensor]]]] = {}  # neighbours to encode together
+        self._longest = _LONGEST_RUN.get(device.type, _LONGEST_ELSEWHERE)
         self._encode_weights = ENCODERS[device.type]
 
     def put(self, part: Part, local: int, value: Tensor | Nvfp4Matrix) -> None:
@@ -51,25 +56,38 @@ class PackedStore:
             return
         value = value.to(self._spec.device)
         if part is Part.DOWN or not self._spec.activation.gated:
-            self._encode(buffer_of(part), local, value)
+            self._encode(buffer_of(part), local, [value])
         elif local not in self._waiting:
             self._waiting[local] = (part, value)
         else:
             _, other = self._waiting.pop(local)
             gate, up = (value, other) if part is Part.GATE else (other, value)
-            self._encode("gate_up", local, torch.cat((gate, up)))
+            self._encode("gate_up", local, [gate, up])
 
-    def _encode(self, name: str, local: int, matrix: Tensor) -> None:
-        one, scales = slice(local, local + 1), matrix.new_empty(2, 1, dtype=torch.float32)
+    def _encode(self, name: str, local: int, matrices: list[Tensor]) -> None:
+        """Encode one expert's, with those of the experts before it where they still wait."""
+        run = self._runs.setdefault(name, [])
+        if run and local != run[-1][0] + 1:
+            self._flush(name)
+        run.append((local, matrices))
+        if len(run) >= self._longest:
+            self._flush(name)
+
+    def _flush(self, name: str) -> None:
+        run = self._runs[name]
+        raw = torch.cat([matrix for _, matrices in run for matrix in matrices])
+        some = slice(run[0][0], run[-1][0] + 1)
+        scales = raw.new_empty(2, len(run), dtype=torch.float32)
         self._encode_weights(
-            matrix.contiguous()[None],
-            codes=self._buffers[name][one],
-            block_scale=self._buffers[f"{name}_block_scale"][one],
+            raw.view(len(run), *self._spec.matrices[name]),
+            codes=self._buffers[name][some],
+            block_scale=self._buffers[f"{name}_block_scale"][some],
             global_scale=scales[0],
             amax=scales[1],
             recipe=self._recipe,
         )
-        self._buffers[f"{name}_global_scale"][local] = scales[0]
+        self._buffers[f"{name}_global_scale"][some].view(len(run), -1).copy_(scales[0, :, None])
+        run.clear()
 
     def _write(self, part: Part, local: int, value: Nvfp4Matrix) -> None:
         name, rows = buffer_of(part), self._spec.rows_of(part)
@@ -82,6 +100,8 @@ class PackedStore:
         self, *, input_scales: Mapping[str, Tensor], biases: Mapping[str, Tensor]
     ) -> CanonicalExperts:
         """Hand the buffers over."""
+        for name in [name for name, run in self._runs.items() if run]:
+            self._flush(name)
         return CanonicalExperts(**self._buffers, **input_scales, **biases)
 
 

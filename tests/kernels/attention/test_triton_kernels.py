@@ -19,6 +19,8 @@ if not torch.cuda.is_available():
 kernels = pytest.importorskip("tetrarch.kernels.attention.triton_kernels")
 
 SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}
+# The others take their time in `make check-slow`.
+ARCHS = [pytest.param(a, marks=() if a == 90 else pytest.mark.slow) for a in SHARED_BYTES]
 SPAN, ROOM = 32, 12
 
 
@@ -38,7 +40,7 @@ def compile_forms(arch: int, *forms: str) -> dict[tuple[str, str], tuple[int, in
     return {(form, name): (int(shared), int(size)) for form, name, shared, size in lines}
 
 
-@pytest.mark.parametrize("arch", SHARED_BYTES)
+@pytest.mark.parametrize("arch", ARCHS)
 def test_one_form_compiles_for_every_architecture(arch: int) -> None:
     compiled = compile_forms(arch, "windowed")
     assert {name for _, name in compiled} == set(kernels.__all__)

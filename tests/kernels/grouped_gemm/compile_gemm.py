@@ -2,11 +2,13 @@
 """Compile the grouped GEMM for architectures: python compile_gemm.py 80,90 [FORM[/TOKENS] ...].
 
 Prints a line for each kernel: architecture, form, tokens of its block, bytes of shared memory, of
-the cubin.
+the cubin, and whether a product that runs beside the program is waited for before the next
+weights are decoded ("none": there is no such product).
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,19 @@ def launch(
     )
 
 
+def waits(kernel: Any) -> str:
+    """Whether the machine code awaits every run of HGMMA before it decodes on (HMUL2, HFMA2)."""
+    found = re.findall(r"\b(HGMMA|WARPGROUP\.DEPBAR|HMUL2|HFMA2)\b", kernel.asm["sass"])
+    if "HGMMA" not in found:
+        return "none"
+    running = False
+    for name in found:
+        if running and name.startswith(("HMUL2", "HFMA2")):
+            return "no"
+        running = name == "HGMMA" or (running and name != "WARPGROUP.DEPBAR")
+    return "yes"
+
+
 def main() -> None:
     for arch in map(int, sys.argv[1].split(",")):
         compiled = compile_for(arch)
@@ -93,7 +108,8 @@ def main() -> None:
                 launch(block, **FORMS[name])
                 _, kernel = compiled.pop()
                 size = len(kernel.asm["cubin"])
-                print(arch, name, block, kernel.metadata.shared, size)  # noqa: T201
+                order = waits(kernel)
+                print(arch, name, block, kernel.metadata.shared, size, order)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -36,13 +36,13 @@ LARGE = [
 
 def aligned(ids: Tensor, *, first: int, count: int, block: int, once: bool = False) -> Any:
     """Align into the smallest room that is promised to be enough; count `once` where asked to."""
-    most, shape = max_blocks(ids.numel(), count, block), kernels.counts_shape(ids.numel(), count)
+    most, size = max_blocks(ids.numel(), count, block), kernels.counts_size(ids.numel(), count)
     out = kernels.Alignment(
         sorted_slots=ids.new_full((most * block,), UNWRITTEN, dtype=torch.int32),
         expert=ids.new_full((most,), UNWRITTEN, dtype=torch.int32),
         num_blocks=ids.new_full((1,), UNWRITTEN, dtype=torch.int32),
         owned=ids.new_zeros(ids.numel(), dtype=torch.bool),
-        counts=ids.new_full(shape, UNWRITTEN, dtype=torch.int32) if once else None,
+        counts=ids.new_full((size,), UNWRITTEN, dtype=torch.int32) if once else None,
     )
     kernels.align(ids, first_expert=first, num_experts=count, block_tokens=block, out=out)
     return out
@@ -71,7 +71,7 @@ def test_slots_are_the_references_padded_to_blocks(
     if once:
         monkeypatch.setattr(kernels, "_COUNTED_ONCE", 0)
         if device.type != "cuda":
-            monkeypatch.setattr(kernels, "_CHUNK", 128)
+            monkeypatch.setattr(kernels, "_CHUNK", 32)
     for tokens, top_k, num_experts, (first, count), block in CASES + (
         LARGE if device.type == "cuda" else []
     ):

@@ -33,7 +33,7 @@ def launch(rows: int, width: int) -> None:
     packed = dict(codes=codes[None], block_scale=block_scale[None])
     encode_weights(x[None], **packed, global_scale=scale.view(1), amax=torch.empty(1))
     owned = torch.ones(rows, dtype=torch.bool)
-    lists, counts = torch.empty(3, 1024, dtype=torch.int32), torch.empty(2, 16, 96).int()
+    lists, counts = torch.empty(3, 1024, dtype=torch.int32), torch.empty(96 * 65).int()
     rest = dict(num_blocks=lists[2], owned=owned, counts=counts)
     out = Alignment(sorted_slots=lists[0], expert=lists[1], **rest)
     for slots in (64, 8192):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-__all__ = ["Tile", "prompt_tile", "shared_room", "span_tile", "sum_shape"]
+__all__ = ["Tile", "prompt_tile", "shared_room", "span_tile", "sum_chunk"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def span_tile(
         tile = Tile(rows=64, keys=64, warps=8, stages=2)
     else:
         keys, rows = 64 if max(dims) <= 128 else 32, 16 if rows <= 16 else 64
-        tile = Tile(rows, keys, warps=4, stages=3)
+        tile = Tile(rows, keys, warps=4, stages=4 if rows == 16 else 3)
     return _fitting(tile, dims, dtype.itemsize, shared_bytes=shared_bytes, latent=latent)
 
 
@@ -63,12 +63,12 @@ def prompt_tile(
     return fits if fits.keys == tile.keys else tile
 
 
-def sum_shape(num_sums: int, out_pad: int) -> tuple[int, int]:
-    """Return the columns of a head that a program adds up, and the spans it loads at once.
+def sum_chunk(num_sums: int) -> int:
+    """Return how many spans are loaded at once where so many heads' sums are added up.
 
-    Few sums wait for memory, and few columns leave registers for many loads.
+    Few sums wait for memory: then more of it at once.
     """
-    return (32, 16) if num_sums <= 512 else (out_pad, 16)
+    return 32 if num_sums <= 512 else 8
 
 
 def _fitting(

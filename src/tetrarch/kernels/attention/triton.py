@@ -30,7 +30,7 @@ from tetrarch.core.errors import CapacityExceeded, ShapeError
 from tetrarch.core.specs import TensorSpec
 from tetrarch.core.units import ceil_div
 from tetrarch.kernels.attention.reference import ScoreRule
-from tetrarch.kernels.attention.tiles import prompt_tile, shared_room, span_tile, sum_shape
+from tetrarch.kernels.attention.tiles import prompt_tile, shared_room, span_tile, sum_chunk
 from tetrarch.kernels.attention.triton_kernels import (
     add_spans,
     attend_prompts,
@@ -360,11 +360,10 @@ def _attend(
             **({} if fresh else early),  # they must be there before the kernel waits
         )  # fmt: skip
         sums_of = (len(batch.kv_lens), limits.short_q_len, heads)
-        columns, unroll = sum_shape(math.prod(sums_of), shared["OUT_PAD"])
-        add_spans[*sums_of[:2], heads * ceil_div(out_dim, columns)](
+        add_spans[*sums_of[:2], heads * ceil_div(out_dim, 128)](
             out, *sums, *lens, starts, sinks, window, limits.short_q_len,
-            HEADS=heads, OUT_DIM=out_dim, COLUMNS=columns, SPAN=limits.span, UNROLL=unroll,
-            HAS_SINKS=shared["HAS_SINKS"], num_warps=ceil_div(columns, 128), enable_fp_fusion=False,
+            HEADS=heads, OUT_DIM=out_dim, SPAN=limits.span, CHUNK=sum_chunk(math.prod(sums_of)),
+            HAS_SINKS=shared["HAS_SINKS"], num_warps=1, enable_fp_fusion=False,
             OVERLAP=limits.overlap, **early,
         )  # fmt: skip
     if batch.has_long:

@@ -256,17 +256,17 @@ def add_spans(
     short_q_len,
     HEADS: tl.constexpr,
     OUT_DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
     SPAN: tl.constexpr,
-    UNROLL: tl.constexpr,
+    CHUNK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Add the sums of a token's spans, in order: some columns of one head of one token.
 
-    One head, so that its weights are scalars: a tensor of several would pass through shared
-    memory for every span, and the next span's loads wait behind that.
+    `CHUNK` spans are loaded at once. 128 columns fill a warp, four to a thread, so that a thread
+    holds a column of all spans, and adds from the first to the last.
     """
+    COLUMNS: tl.constexpr = 128
     pieces: tl.constexpr = (OUT_DIM + COLUMNS - 1) // COLUMNS
     row, token, head = tl.program_id(0), tl.program_id(1), tl.program_id(2) // pieces
     start = tl.load(starts + row)
@@ -282,25 +282,31 @@ def add_spans(
         at = tl.program_id(2) % pieces * COLUMNS + tl.arange(0, COLUMNS)
         mask = at < OUT_DIM
         place = (start.to(tl.int64) * short_q_len + token) * HEADS + head
-        stride = short_q_len * HEADS
-        tops = tl.full((64,), float("-inf"), tl.float32)
-        for first in range(0, count, 64):  # at once, not one wait for memory after the other
-            index = tl.minimum(first + tl.arange(0, 64), count - 1)
-            tops = tl.maximum(tops, tl.load(partial_top + place + index * stride))
-        top = tl.max(tops)
-        safe = tl.where(top == float("-inf"), 0.0, top)
+        chunk = tl.arange(0, CHUNK)
+        rows = place + chunk.to(tl.int64) * (short_q_len * HEADS)
         acc = tl.zeros((COLUMNS,), tl.float32)
-        total = 0.0
-        for first in range(0, count, UNROLL):
-            for step in tl.static_range(UNROLL):  # so that many loads are under way
-                # Clamped, not masked: there are 7 predicates, and loads would wait for one.
-                there = place + tl.minimum(first + step, count - 1) * stride
-                weight = power(tl.load(partial_top + there) - safe)
-                part_total = tl.load(partial_total + there)
-                part = tl.load(partial + there * OUT_DIM + at, mask=mask, other=0.0)
-                real = first + step < count
-                total = tl.where(real, total + part_total * weight, total)
-                acc = tl.where(real, acc + part * weight, acc)
+        total, top = tl.zeros((32,), tl.float32), float("-inf")
+        for first in range(0, count, CHUNK):
+            there = first + chunk < count
+            tops = tl.load(partial_top + rows, mask=there, other=float("-inf"))
+            totals = tl.load(partial_total + rows, mask=there, other=0.0)
+            parts = tl.load(
+                partial + (rows * OUT_DIM)[:, None] + at[None, :],
+                mask=there[:, None] & mask[None, :],
+                other=0.0,
+            )
+            new = tl.maximum(top, tl.max(tops))
+            safe = tl.where(new == float("-inf"), 0.0, new)
+            old, weights = power(top - safe), power(tops - safe)
+            first_row = (chunk == 0)[:, None]
+            parts *= weights[:, None]
+            acc = tl.sum(tl.where(first_row, (acc * old)[None, :] + parts, parts), 0)
+            each = (totals * weights)[:, None]
+            each = tl.where(first_row, (total * old)[None, :] + each, each)  # every lane adds alike
+            total = tl.sum(each, 0)
+            top = new
+            rows += CHUNK * short_q_len * HEADS
+        total = tl.max(total)
         sink = total
         if HAS_SINKS:
             sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634

@@ -22,6 +22,8 @@ K-blocks come first, so that the tile of a step, rows times 64 columns, is conti
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -44,7 +46,7 @@ __all__ = [
 
 ROW_BLOCK, K_BLOCK = 128, 64  # rows and columns are padded to these
 _HALF = 8  # rows of gate, then as many of up: then one thread holds both of a pair
-_CHUNK = 1 << 22  # codes in flight while packing: 16 temporary bytes each
+_CHUNK = 1 << 24  # codes in flight while packing: 4 temporary bytes each
 
 
 def padded(rows: int, width: int) -> tuple[int, int]:
@@ -71,16 +73,35 @@ def pack_codes(codes: Tensor) -> Tensor:
     experts, rows, half = codes.shape
     n, k = padded(rows, 2 * half)
     packed = torch.empty(experts, k // K_BLOCK, n, 16, dtype=torch.int16, device=codes.device)
-    step = max(1, _CHUNK // (n * k))
+    step, tables = max(1, _CHUNK // (n * k)), _word_tables(codes.device)
     for first in range(0, experts, step):
-        some = codes[first : first + step]
-        nibbles = torch.stack((some & 15, some >> 4), dim=-1).flatten(-2)
-        nibbles = pad(nibbles, (0, k - 2 * half, 0, n - rows)).view(len(some), n, -1, 4, 16)
-        c0, c1, c2, c3 = nibbles.int().unbind(3)
-        word = _place(c0, 12, 6) | _place(c1, 9, 3) | _place(c2, 6, 0)
-        word |= (c3 & 8) << 11 | (c3 & 6) << 9 | (c3 & 1) << 13
-        packed[first : first + step] = word.to(torch.int16).transpose(1, 2)
+        some = pad(codes[first : first + step], (0, k // 2 - half, 0, n - rows))
+        columns = some.view(len(some), n, -1, 4, 8).movedim(3, 0)
+        pairs = torch.zeros((), dtype=torch.int32, device=codes.device)
+        for table, octets in zip(tables, columns, strict=True):
+            pairs = pairs | table.index_select(0, octets.flatten().int())
+        words = pairs.view(torch.int16).view(len(some), n, -1, 16)
+        packed[first : first + step] = words.transpose(1, 2)
     return packed
+
+
+@cache
+def _word_tables(device: torch.device) -> Tensor:
+    """Return (4, 256) int32: what a byte, two neighbours of one of four columns, adds to two words.
+
+    The lower half is the word of the neighbour in the low nibble, and comes first in memory.
+    """
+    code = torch.arange(16)
+    words = torch.stack(
+        (
+            _place(code, 12, 6),
+            _place(code, 9, 3),
+            _place(code, 6, 0),
+            (code & 8) << 11 | (code & 6) << 9 | (code & 1) << 13,
+        )
+    )
+    pairs = words[:, None, :] | words[:, :, None] << 16  # high nibble, low nibble
+    return pairs.flatten(1).to(torch.int32).to(device)
 
 
 def _place(code: Tensor, sign_shift: int, magnitude_shift: int) -> Tensor:

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from tetrarch.core.units import ceil_div
 
-__all__ = ["Alignment", "align", "counts_shape", "finalize"]
+__all__ = ["Alignment", "align", "counts_size", "finalize"]
 
 # Slots; past them it pays to count in a launch of its own, where each program looks at some slots
 # and not at all of them.
-_COUNTED_ONCE = 1024
-_CHUNK = 512  # slots of one program
+_COUNTED_ONCE = 2048
+_CHUNK = 64  # slots of one program then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Alignment:
     expert: Tensor  # (blocks,) int32, local id of each block's expert
     num_blocks: Tensor  # (1,) int32, blocks in use
     owned: Tensor  # (S,) bool, whether the slot's expert is on this rank
-    counts: Tensor | None = None  # scratch of `counts_shape`; without it large steps take longer
+    counts: Tensor | None = None  # (`counts_size`,) int32; without them large steps take longer
 
 
 @triton.jit
@@ -63,16 +63,30 @@ def _count_chunk(
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Count a chunk's slots of each expert."""
+    """Count a chunk's slots of each expert: `counts` is (NUM_EXPERTS, chunks)."""
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     local = _local_experts(topk_ids, slot, num_slots, first_expert)
     mine = (local >= 0) & (local < NUM_EXPERTS)
     found = tl.histogram(tl.where(mine, local, 0), BINS, mask=mine)
     bins = tl.arange(0, BINS)
-    tl.store(counts + tl.program_id(0) * NUM_EXPERTS + bins, found, mask=bins < NUM_EXPERTS)
+    at = counts + bins * tl.num_programs(0) + tl.program_id(0)
+    tl.store(at, found, mask=bins < NUM_EXPERTS)
 
 
-@triton.jit(do_not_specialize=["num_slots", "first_expert"])
+@triton.jit(do_not_specialize=["chunks"])
+def _rank_chunks(counts, totals, chunks, WIDTH: tl.constexpr):
+    """Replace an expert's counts by how many slots it has in the chunks before."""
+    counts += tl.program_id(0) * chunks
+    total = 0
+    for first in range(0, chunks, WIDTH):
+        at = first + tl.arange(0, WIDTH)
+        found = tl.load(counts + at, mask=at < chunks, other=0)
+        tl.store(counts + at, total + tl.cumsum(found, axis=0) - found, mask=at < chunks)
+        total += tl.sum(found, axis=0)
+    tl.store(totals + tl.program_id(0), total)
+
+
+@triton.jit(do_not_specialize=["num_slots", "first_expert", "chunks"])
 def _place_chunk(
     topk_ids,
     sorted_slots,
@@ -80,47 +94,36 @@ def _place_chunk(
     num_blocks,
     owned,
     counts,
-    starts,
+    totals,
     num_slots,
     first_expert,
+    chunks,
     NUM_EXPERTS: tl.constexpr,
     BINS: tl.constexpr,
     TOKENS: tl.constexpr,
     CHUNK: tl.constexpr,
-    PART: tl.constexpr,
 ):
-    """List a chunk's slots behind those of the chunks before, and some experts' blocks."""
-    chunk, chunks = tl.program_id(0), tl.num_programs(0)
+    """List a chunk's slots behind those of the chunks before, and one expert's blocks."""
+    chunk = tl.program_id(0)
     bins = tl.arange(0, BINS)
-    totals, before = tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32)
-    for first in range(0, chunks, 16):
-        other = first + tl.arange(0, 16)[:, None]
-        mask = (other < chunks) & (bins < NUM_EXPERTS)[None, :]
-        found = tl.load(counts + other * NUM_EXPERTS + bins[None, :], mask=mask, other=0)
-        totals += tl.sum(found, axis=0)
-        before += tl.sum(tl.where(other < chunk, found, 0), axis=0)
-    blocks = (totals + TOKENS - 1) // TOKENS
+    total = tl.load(totals + bins, mask=bins < NUM_EXPERTS, other=0)
+    blocks = (total + TOKENS - 1) // TOKENS
     first_blocks = tl.cumsum(blocks, axis=0) - blocks
-    starts += chunk * NUM_EXPERTS
-    tl.store(starts + bins, first_blocks * TOKENS + before, mask=bins < NUM_EXPERTS)
-    tl.debug_barrier()  # other threads read them
-    for part in range(0, CHUNK, PART):
-        slot = chunk * CHUNK + part + tl.arange(0, PART)
+    if chunk < chunks:
+        lane = tl.arange(0, CHUNK)
+        slot = chunk * CHUNK + lane
         local = _local_experts(topk_ids, slot, num_slots, first_expert)
         mine = (local >= 0) & (local < NUM_EXPERTS)
         tl.store(owned + slot, mine.to(tl.uint8), mask=slot < num_slots)
-        rank = tl.zeros((PART,), tl.int32)
-        for behind in range(0, part + PART, PART):
-            other = chunk * CHUNK + behind + tl.arange(0, PART)
-            theirs = _local_experts(topk_ids, other, num_slots, first_expert)
-            same = (theirs[None, :] == local[:, None]) & (other[None, :] < slot[:, None])
-            rank += tl.sum(same.to(tl.int32), axis=1)
-        row = tl.load(starts + local, mask=mine, other=0) + rank
+        same = (local[None, :] == local[:, None]) & (lane[None, :] < lane[:, None])
+        row = tl.sum(same.to(tl.int32), axis=1)
+        row += tl.load(counts + local * chunks + chunk, mask=mine, other=0)
+        row += tl.gather(first_blocks, tl.where(mine, local, 0), 0) * TOKENS
         tl.store(sorted_slots + row, slot, mask=mine)
-    for expert in range(chunk, NUM_EXPERTS, chunks):
-        count = tl.sum(tl.where(bins == expert, totals, 0), axis=0)
-        first_block = tl.sum(tl.where(bins == expert, first_blocks, 0), axis=0)
-        _close_expert(sorted_slots, experts, expert, first_block, count, num_slots, TOKENS)
+    if chunk < NUM_EXPERTS:
+        count = tl.sum(tl.where(bins == chunk, total, 0), axis=0)
+        first_block = tl.sum(tl.where(bins == chunk, first_blocks, 0), axis=0)
+        _close_expert(sorted_slots, experts, chunk, first_block, count, num_slots, TOKENS)
     if chunk == 0:
         tl.store(num_blocks, tl.sum(blocks, axis=0))
 
@@ -184,9 +187,9 @@ def _align_expert(
         _close_expert(sorted_slots, experts, expert, first_block, count, num_slots, TOKENS)
 
 
-def counts_shape(num_slots: int, num_experts: int) -> tuple[int, int, int]:
-    """Return the shape of the counts of a step of so many slots at most."""
-    return (2, ceil_div(num_slots, _CHUNK), num_experts)
+def counts_size(num_slots: int, num_experts: int) -> int:
+    """Return how many counts a step of so many slots needs at most."""
+    return num_experts * (1 + ceil_div(num_slots, _CHUNK))
 
 
 def align(
@@ -206,22 +209,24 @@ def align(
     lists = (out.sorted_slots, out.expert, out.num_blocks, out.owned.view(torch.uint8))
     sizes = dict(NUM_EXPERTS=num_experts, BINS=max(16, triton.next_power_of_2(num_experts)))
     if out.counts is not None and num_slots > _COUNTED_ONCE:
-        grid, (counts, starts) = (ceil_div(num_slots, _CHUNK),), out.counts
-        _count_chunk[grid](
+        chunks = ceil_div(num_slots, _CHUNK)
+        totals, counts = out.counts[:num_experts], out.counts[num_experts:]
+        _count_chunk[(chunks,)](
             topk_ids, counts, num_slots, first_expert, **sizes, CHUNK=_CHUNK, num_warps=4
         )
-        _place_chunk[grid](
+        _rank_chunks[(num_experts,)](counts, totals, chunks, WIDTH=1024, num_warps=4)
+        _place_chunk[(max(chunks, num_experts),)](
             topk_ids,
             *lists,
             counts,
-            starts,
+            totals,
             num_slots,
             first_expert,
+            chunks,
             **sizes,
             TOKENS=block_tokens,
             CHUNK=_CHUNK,
-            PART=128,
-            num_warps=8,
+            num_warps=4,
         )
         return
     chunk = max(256, min(2048, triton.next_power_of_2(num_slots)))

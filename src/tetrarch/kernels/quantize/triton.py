@@ -289,7 +289,7 @@ def encode_weights(
     """
     check_recipe(recipe)
     matrices, blocks = x.shape[0], x[0].numel() // BLOCK
-    tile, steps, warps = encode_shape()
+    tile, steps, warps = encode_shape(matrices * blocks)
     tiles = ceil_div(blocks, tile * steps)
     _encode_matrices[((matrices + 1) * tiles,)](
         x,
@@ -311,9 +311,12 @@ def encode_weights(
     )
 
 
-def encode_shape() -> tuple[int, int, int]:
-    """Return how many blocks are encoded at once, how many times in a program, and warps."""
-    return 128, 4, 4
+def encode_shape(num_blocks: int) -> tuple[int, int, int]:
+    """Return how many blocks are encoded at once, how many times in a program, and warps.
+
+    A single matrix has too few blocks for programs that amortize their start.
+    """
+    return (128, 8, 4) if num_blocks >= 1 << 20 else (256, 2, 4)
 
 
 def _launch(

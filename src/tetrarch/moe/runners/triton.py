@@ -22,7 +22,7 @@ from tetrarch.core.specs import TensorSpec
 from tetrarch.kernels.grouped_gemm import packing
 from tetrarch.kernels.grouped_gemm.tiles import BLOCK_TOKENS, block_tokens, max_blocks, tile_for
 from tetrarch.kernels.grouped_gemm.triton import Epilogue, Weight, grouped_gemm
-from tetrarch.kernels.permute.triton import Alignment, align, counts_shape, finalize
+from tetrarch.kernels.permute.triton import Alignment, align, counts_size, finalize
 from tetrarch.kernels.quantize.triton import round_rows
 from tetrarch.moe.side import SideTensors
 from tetrarch.moe.types import CanonicalExperts, Dispatched, ExpertSpec, PlainExperts
@@ -88,7 +88,7 @@ class TritonRunner:
             "block_expert": ((max(blocks.values()),), torch.int32),
             "num_blocks": ((1,), torch.int32),
             "owned": ((slots,), torch.bool),
-            "expert_counts": (counts_shape(slots, e), torch.int32),
+            "expert_counts": ((counts_size(slots, e),), torch.int32),
             "activated": ((slots, s.intermediate_size), _FP32 if fused else s.dtype),
         }
         if self._rounds:
