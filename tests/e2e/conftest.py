@@ -22,16 +22,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 KEY = "open-sesame"
-SMALL = ("--threads", "1", "--max-total-tokens", "8192")
+SMALL = ("--threads", "1", "--max-total-tokens")
 START_S = 90
 
 
 class RunningServer:
     """A server process, and a client that knows its key."""
 
-    def __init__(self, log: Path, *flags: str, entry: tuple[str, ...] = ("-m", "tetrarch")) -> None:
+    def __init__(
+        self,
+        log: Path,
+        *flags: str,
+        entry: tuple[str, ...] = ("-m", "tetrarch"),
+        num_tokens: int = 8192,
+    ) -> None:
         self.log = log
-        command = [sys.executable, *entry, "serve", "--port", "0", *SMALL, *flags]
+        small = (*SMALL, str(num_tokens))
+        command = [sys.executable, *entry, "serve", "--port", "0", *small, *flags]
         with log.open("wb") as sink:
             self.process = subprocess.Popen(command, stdout=sink, stderr=sink)
         try:
@@ -133,6 +140,15 @@ def drafting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runnin
     server = RunningServer(log, "--speculative-algorithm", "NEXTN")
     yield server
     server.end()
+
+
+@pytest.fixture
+def cramped_server(tmp_path: Path) -> Iterator[RunningServer]:
+    """The test's own; it speculates, in FP32, and has pages for 512 tokens."""
+    flags = ("--speculative-algorithm", "NEXTN", "--context-length", "256", "--dtype", "float32")
+    server = RunningServer(tmp_path / "log", *flags, num_tokens=512)
+    yield server
+    server.kill()
 
 
 @pytest.fixture

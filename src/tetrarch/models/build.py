@@ -19,6 +19,7 @@ from tetrarch.attention.build import build_attention
 from tetrarch.attention.layer import CONTEXT, LatentTap, PagedAttention
 from tetrarch.attention.pool import KVPool
 from tetrarch.attention.types import AttentionInputs, AttentionSite
+from tetrarch.config.budget import tokens_per_request
 from tetrarch.config.patterns import matches
 from tetrarch.config.plan import Plan, QuantPlan
 from tetrarch.memory.arena import Arena
@@ -243,9 +244,10 @@ def build_model(
     chosen = {"cpu": FewRows(), "cuda": one_row}.get(device.type, F.linear)
     join_products(skeleton.model, F.linear if plan.deterministic else chosen)
     weights = materialise(skeleton.model, SlotTable(arena), dtype=dtype, device=device)
-    tabulate_rotary(
-        skeleton.model, num_positions=plan.model.context_len, dtype=dtype, device=device
-    )
+    # A full context's drafts run over its end, by less than they and a page are long.
+    beyond = tokens_per_request(plan.spec) + plan.memory.page_size
+    num_positions = plan.model.context_len + beyond
+    tabulate_rotary(skeleton.model, num_positions=num_positions, dtype=dtype, device=device)
     shorten_lookups(skeleton.model)
     return Model(
         hf=skeleton.model,
