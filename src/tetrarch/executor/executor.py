@@ -95,17 +95,19 @@ class Executor:
         self._keeps_weights = False  # since the last release
         self.num_steps = self.moe_tokens_high_water = 0
         recorder = recorder or (CudaRecorder(self.device) if self.device.type == "cuda" else None)
-        self._lay_out(self._measured_capacity(recorder))
+        self._lay_out(self._measured_capacity())
         self._graph_bytes = self._capture(recorder, progress or NoProgress())
         self._smoke()
         self.num_steps = self.moe_tokens_high_water = 0
 
-    def _measured_capacity(self, recorder: Recorder | None) -> Capacity:
+    def _measured_capacity(self) -> Capacity:
         """Size the pages by what is free, less what steps and graphs will take."""
         taken = 0
-        if self.device.type == "cuda" and recorder is not None:
+        if self.device.type == "cuda":
             self._lay_out(trial_capacity(self.plan), is_trial=True)
-            taken = step_bytes(self._smoke) + graph_bytes(self._graphs, recorder)
+            taken = step_bytes(self._smoke)
+            # A recorder of its own: its memory pool ends with the last graph captured into it.
+            taken += graph_bytes(self._graphs, CudaRecorder(self.device))
             del self._pool, self._graphs
             free_after_cleanup()
         return kv_capacity(
