@@ -42,9 +42,7 @@ def test_nothing_that_a_gpu_runs_is_refused(
     monkeypatch.setattr(row_invariant, "_PRODUCTS", products)
     monkeypatch.setattr(row_invariant, "_ROW_SUMS", sums)
     monkeypatch.setattr(row_invariant, "_LONGEST_SUM_ON_GPU", 1)
-    limits = paged.SplitLimits(
-        num_seqs=3, num_units=6, span=64, num_programs=2, exact_prompts=True
-    )
+    limits = paged.SplitLimits(num_seqs=3, num_units=6, span=64, num_programs=2, exact_prompts=True)
     backend = BUILT["triton"].of(
         model.sites, limits, device=torch.device("cpu"), scratch=SlotTable()
     )
