@@ -87,14 +87,18 @@ def engine_for(contract: str, runner: str, args: argparse.Namespace) -> Engine:
     return Engine(plan, Executor(plan))
 
 
-def requests(streams: int, args: argparse.Namespace, *, output: int) -> list[GenerateRequest]:
-    """Return requests whose prompts share nothing."""
+def requests(
+    streams: int, args: argparse.Namespace, *, output: int, scored: bool = False
+) -> list[GenerateRequest]:
+    """Return requests whose prompts share nothing; steps with scored ones are never replayed."""
     draw = torch.Generator().manual_seed(streams * 1000 + output)
     ids = torch.randint(1000, args.vocab, (streams, args.input), generator=draw).tolist()
     return [
         GenerateRequest(
             rid=f"{streams}-{output}-{row}",
             prompt_ids=tuple(prompt),
+            return_logprobs=scored,
+            logprob_start=0 if scored else -1,
             sampling=SamplingParams(
                 temperature=1.0, max_new_tokens=output, ignore_eos=True, sampling_seed=row
             ),
@@ -196,7 +200,7 @@ def bytes_of_step(engine: Engine, streams: int, args: argparse.Namespace) -> dic
     model = engine.rank._model  # a benchmark may look inside
     layers = list(model.experts.values())
     with routing_seen(layers) as seen:
-        generate(engine, requests(max(1, min(streams, 8)), args, output=1))
+        generate(engine, requests(max(1, min(streams, 8)), args, output=1, scored=True))
     chosen = [ids for ids in seen if len(ids) >= streams]
     draw = torch.Generator().manual_seed(0)
     hit = [
