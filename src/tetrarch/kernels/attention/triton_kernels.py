@@ -2,6 +2,7 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false
 # pyright: reportUntypedFunctionDecorator=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 # ruff: noqa: ANN001, ANN201, ANN202, N803, N806, PLR0913, PLR0915
 # (See triton_walk.py.)
 """The kernels of paged attention. triton.py launches them and says what they are given.
