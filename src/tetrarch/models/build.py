@@ -19,6 +19,7 @@ from tetrarch.attention.build import build_attention
 from tetrarch.attention.layer import CONTEXT, LatentTap, PagedAttention
 from tetrarch.attention.pool import KVPool
 from tetrarch.attention.types import AttentionInputs, AttentionSite
+from tetrarch.config.budget import tokens_per_request
 from tetrarch.config.patterns import matches
 from tetrarch.config.plan import Plan, QuantPlan
 from tetrarch.memory.arena import Arena
@@ -242,9 +243,8 @@ def build_model(
     chooses = device.type == "cpu" and not plan.deterministic
     join_products(skeleton.model, FewRows() if chooses else F.linear)
     weights = materialise(skeleton.model, SlotTable(arena), dtype=dtype, device=device)
-    tabulate_rotary(
-        skeleton.model, num_positions=plan.model.context_len, dtype=dtype, device=device
-    )
+    longest = plan.model.context_len + tokens_per_request(plan.spec)  # drafts go beyond
+    tabulate_rotary(skeleton.model, num_positions=longest, dtype=dtype, device=device)
     shorten_lookups(skeleton.model)
     return Model(
         hf=skeleton.model,
