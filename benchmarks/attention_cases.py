@@ -50,7 +50,7 @@ MLA = Layer("MLA 128 x 512+64", 128, 1, 512, 64, latent=True)
 
 
 class Step:
-    """Sequences of one length and several layers' worth of pages."""
+    """Sequences, several layers' worth of pages, and how often a step takes its turn of them."""
 
     def __init__(
         self,
@@ -69,6 +69,7 @@ class Step:
         table = torch.zeros(len(lens), max(counts), dtype=torch.int32, device=self.device)
         for row, pages in enumerate(order.split(counts)):
             table[row, : len(pages)] = pages
+        self.layers = layers if layers == 1 else max(48, layers)  # as Qwen3-30B-A3B has
         self.tokens = sum(q_len for q_len, _ in lens)
         ends = torch.tensor([0, *(q_len for q_len, _ in lens)]).cumsum(0).int()
         self.pools = [
@@ -102,10 +103,11 @@ class Step:
         self.scratch = {name: spec.empty() for name, spec in specs.items()}
 
     def run(self) -> Tensor:
-        """Attend once in every layer; returns the first layer's output."""
+        """Attend once in every layer, as in a model; returns the first layer's output."""
         batch = paged.plan_batch(**self.inputs, limits=self.limits, scratch=self.scratch)
         outputs = []
-        for keys, values in self.pools:
+        for layer in range(self.layers):
+            keys, values = self.pools[layer % len(self.pools)]
             if self.layer.latent:
                 out = paged.paged_latent_attention(*self.queries, keys, values, batch, self.rule)
             else:

@@ -36,7 +36,7 @@ def decode(
     """Check and time one shape."""
     step = decode_step(layer, shape, page=page, limits=limits, q_len=q_len)
     error = step.error()
-    seconds = time_graph([step.run]) / len(step.pools)
+    seconds = time_graph([step.run]) / step.layers
     keys = sum(kv_len for _, kv_len in step.lens)
     return {
         "layer": layer.name,

@@ -91,7 +91,7 @@ def decode_rows(limits: Any, ceiling: float) -> Iterator[dict[str, Any]]:
                     for step in steps:
                         many = programs * limits.num_programs // 2
                         step.limits = replace(step.limits, num_programs=many)
-                        us = time_graph([step.run], seconds=0.02) / len(step.pools) * 1e6
+                        us = time_graph([step.run], seconds=0.02) / step.layers * 1e6
                         size = layer.bytes_per_key * sum(kv for _, kv in step.lens)
                         share = size / us * 1e6 / ceiling
                         cells.append(f"{us:8.1f} {share:4.0%}")

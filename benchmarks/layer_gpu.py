@@ -32,8 +32,10 @@ from tetrarch.models.build import Model
 from tetrarch.models.compiled import compile_layers
 from tetrarch.models.materialise import materialise, shorten_lookups
 from tetrarch.models.norms import fuse_norms
+from tetrarch.models.one_row import one_row
 from tetrarch.models.routers import swap_routers
 from tetrarch.models.skeleton import read_skeleton, swap_module
+from tetrarch.models.surgery import join_products
 
 QWEN3_30B = dict(
     architectures=["Qwen3MoeForCausalLM"],
@@ -85,8 +87,8 @@ class CopyAttention:
         return rows.query.clone()
 
 
-def build() -> Model:
-    """Return the model with its stand-ins."""
+def build(*, joined: bool = False) -> Model:
+    """Return the model with its stand-ins; `joined`: products of the same rows are one."""
     with tempfile.TemporaryDirectory() as folder:
         config = dict(QWEN3_30B, num_hidden_layers=LAYERS)
         Path(folder, "config.json").write_text(json.dumps(config))
@@ -94,6 +96,8 @@ def build() -> Model:
     experts = {site.path: CopyExperts() for site in skeleton.experts}
     for path, module in experts.items():
         swap_module(skeleton.model, path, module)
+    if joined:
+        join_products(skeleton.model, one_row)
     weights = materialise(skeleton.model, SlotTable(), dtype=DTYPE, device=GPU)
     torch.manual_seed(0)
     for name, slot in weights.items():
@@ -181,19 +185,21 @@ def with_swaps(model: Model) -> None:
     compile_layers(model)
 
 
-VARIANTS: dict[str, Callable[[Model], None]] = {
-    "transformers": eager,
-    "fused norms": fused_norms,
-    "compiled": compiled,
-    "compiled, swaps": with_swaps,
+# Whether products are joined, and what is done to the loaded model.
+VARIANTS: dict[str, tuple[bool, Callable[[Model], None]]] = {
+    "transformers": (False, eager),
+    "fused norms": (False, fused_norms),
+    "compiled": (False, compiled),
+    "compiled, routers": (False, with_swaps),
+    "compiled, routers, products": (True, with_swaps),
 }
 
 
 @torch.inference_mode()
-def measure(prepare: Callable[[Model], None]) -> dict[str, Any]:
+def measure(prepare: Callable[[Model], None], *, joined: bool = False) -> dict[str, Any]:
     """Return what one way to run the layers costs."""
     torch.compiler.reset()
-    model = build()
+    model = build(joined=joined)
     prepare(model)
     shorten_lookups(model.hf)
     began = time.perf_counter()
@@ -219,8 +225,8 @@ def main() -> None:
     result: dict[str, Any] = machine() | {"read_ceiling_tb_s": read_ceiling() / 1e12}
     ceiling = result["read_ceiling_tb_s"]
     print(f"{'variant':28} start-up s  kernels   us a layer at {TOKENS}   read ceiling us")
-    for name, prepare in VARIANTS.items():
-        row = result[name] = measure(prepare)
+    for name, (joined, prepare) in VARIANTS.items():
+        row = result[name] = measure(prepare, joined=joined)
         cells = [f"{row['tokens'][t]['us']:6.1f}" for t in TOKENS]
         counts = "/".join(f"{row['tokens'][t]['kernels']:.1f}" for t in TOKENS)
         least = row["layer_bytes"] / ceiling / 1e6

@@ -22,16 +22,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 KEY = "open-sesame"
-SMALL = ("--threads", "1", "--max-total-tokens", "8192")
+SMALL = ("--threads", "1", "--max-total-tokens")
 START_S = 90
 
 
 class RunningServer:
     """A server process, and a client that knows its key."""
 
-    def __init__(self, log: Path, *flags: str, entry: tuple[str, ...] = ("-m", "tetrarch")) -> None:
+    def __init__(
+        self,
+        log: Path,
+        *flags: str,
+        entry: tuple[str, ...] = ("-m", "tetrarch"),
+        num_tokens: int = 8192,
+    ) -> None:
         self.log = log
-        command = [sys.executable, *entry, "serve", "--port", "0", *SMALL, *flags]
+        small = (*SMALL, str(num_tokens))
+        command = [sys.executable, *entry, "serve", "--port", "0", *small, *flags]
         with log.open("wb") as sink:
             self.process = subprocess.Popen(command, stdout=sink, stderr=sink)
         try:

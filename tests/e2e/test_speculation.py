@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 if TYPE_CHECKING:
     from conftest import RunningServer
 
@@ -80,3 +82,35 @@ def test_counters_are_there_from_the_first_step_and_begin_anew_with_a_flush(
     )
     total = 'sglang:spec_verify_calls_total{model_name="tetrarch-demo"} '
     assert f"{total}{float(lifetime['num_verifies'])}" in metrics
+
+
+def test_an_echo_with_logprobs_is_the_same_as_without_drafts(
+    drafting_server: RunningServer, server: RunningServer
+) -> None:
+    body: dict[str, Any] = {"prompt": SUM, "temperature": 0, "max_tokens": 40}
+    body |= {"echo": True, "logprobs": 2}
+    choices = [
+        each.http.post("/v1/completions", json=body).json()["choices"][0]
+        for each in (drafting_server, server)
+    ]
+    found, expected = choices
+    assert found["text"] == expected["text"]
+    assert found["text"] == SUM + ANSWER
+    assert found["logprobs"]["tokens"] == expected["logprobs"]["tokens"]
+    ours, theirs = (choice["logprobs"]["token_logprobs"] for choice in choices)
+    assert ours[0] is theirs[0] is None
+    assert ours[1:] == pytest.approx(theirs[1:], abs=0.05)  # four rows at once, in BF16
+
+
+def test_who_goes_away_in_the_middle_leaves_no_pages_behind(
+    drafting_server: RunningServer,
+) -> None:
+    body = {"text": SUM, "stream": True}
+    body |= {"sampling_params": {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}}
+    for _ in range(3):
+        with drafting_server.http.stream("POST", "/generate", json=body) as response:
+            next(response.iter_lines())
+        drafting_server.wait_for(lambda load: load["num_total_reqs"] == 0, seconds=10)
+        drafting_server.wait_for(lambda load: load["num_used_tokens"] == 0, seconds=10)
+    sampling = {"temperature": 0, "max_new_tokens": 40}
+    assert drafting_server.generate(text=SUM, sampling_params=sampling)["text"] == ANSWER

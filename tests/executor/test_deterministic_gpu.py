@@ -128,6 +128,6 @@ def test_a_requests_logprobs_do_not_know_their_company(
 
 
 def test_without_it_they_do(demo_path: Path) -> None:
-    rank = executor(demo_path, quantization="nvfp4_online")
-    want = serve(rank, 1)
-    assert any(serve(rank, size) != want for size in COMPANY)
+    """The demo model is so small that only a prompt token by token shows it."""
+    rank = executor(demo_path, quantization="nvfp4_online", torch_compile="off")
+    assert serve(rank, 1, 1) != serve(rank, 1)

@@ -28,6 +28,7 @@ from tetrarch.models.draft import DraftHead, draft_of
 from tetrarch.models.materialise import materialise, shorten_lookups
 from tetrarch.models.names import NamePlan
 from tetrarch.models.norms import fuse_norms
+from tetrarch.models.one_row import one_row
 from tetrarch.models.onednn import FEW_ROWS, FewRows, is_small, without_onednn
 from tetrarch.models.rotary import tabulate_rotary
 from tetrarch.models.row_invariant import RowInvariant
@@ -240,11 +241,13 @@ def build_model(
         )
         swap_module(skeleton.model, site.path, layers[site.path])
     # Where a row's bits are its own, the number of rows must not decide how it is multiplied.
-    chooses = device.type == "cpu" and not plan.deterministic
-    join_products(skeleton.model, FewRows() if chooses else F.linear)
+    chosen = {"cpu": FewRows(), "cuda": one_row}.get(device.type, F.linear)
+    join_products(skeleton.model, F.linear if plan.deterministic else chosen)
     weights = materialise(skeleton.model, SlotTable(arena), dtype=dtype, device=device)
-    longest = plan.model.context_len + tokens_per_request(plan.spec)  # drafts go beyond
-    tabulate_rotary(skeleton.model, num_positions=longest, dtype=dtype, device=device)
+    # A full context's drafts run over its end, by less than they and a page are long.
+    beyond = tokens_per_request(plan.spec) + plan.memory.page_size
+    num_positions = plan.model.context_len + beyond
+    tabulate_rotary(skeleton.model, num_positions=num_positions, dtype=dtype, device=device)
     shorten_lookups(skeleton.model)
     return Model(
         hf=skeleton.model,

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from tetrarch.core.registry import Registry
 from tetrarch.kernels.route.reference import RouteRule
+from tetrarch.models.one_row import one_row
 from tetrarch.models.skeleton import swap_module
 
 __all__ = ["Router", "swap_routers"]
@@ -86,7 +86,7 @@ class Router(nn.Module):
         """
         rows = hidden_states.reshape(-1, hidden_states.shape[-1]).to(self._dtype)
         bias = None if self.bias is None else self.bias.to(self._dtype)
-        logits = F.linear(rows, self.weight.to(self._dtype), bias)
+        logits = one_row(rows, self.weight.to(self._dtype), bias)
         rule = self._rule
         ids, weights = torch.ops.tetrarch.route(
             logits,

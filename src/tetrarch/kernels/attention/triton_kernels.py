@@ -19,6 +19,7 @@ import triton.language as tl
 from tetrarch.kernels.attention.triton_walk import (
     await_launch,
     empty_sum,
+    fetch_early,
     finish,
     load_queries,
     merge,
@@ -193,6 +194,9 @@ def attend_spans(
     each = tiles * GROUPS
     row, begin, token_0, q_len, kv_len, alone = _unit(units, tl.program_id(0) // each, room)
     work = tl.load(starts + num_seqs) * each
+    if OVERLAP:  # noqa: SIM102 - the outer one is decided while compiling
+        if tl.program_id(0) < work:
+            fetch_early(page_table + tl.cast(row, tl.int64) * table_stride + begin // PAGE)
     await_launch(OVERLAP)
     for index in range(tl.program_id(0), work, tl.num_programs(0)):
         following = _unit(units, (index + tl.num_programs(0)) // each, room)

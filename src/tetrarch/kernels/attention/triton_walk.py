@@ -30,6 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 __all__ = [
     "await_launch",
     "empty_sum",
+    "fetch_early",
     "finish",
     "load_queries",
     "merge",
@@ -45,6 +46,19 @@ def await_launch(OVERLAP: tl.constexpr):
     """Wait for the launch before this one; before, read nothing that it may have written."""
     if OVERLAP:
         gdc_wait()
+
+
+@triton.jit
+def fetch_early(pointer):
+    """Bring a line of memory to the cache; who reads it later need not wait as long."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointer],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
