@@ -100,7 +100,7 @@ def test_idle_sequences_live_in_the_spare_page() -> None:
     got = mine.rows(Bucket(2, 3), num_logits=6)
     assert (got.attn.write_at // PAGE == SPARE).all()
     assert (got.attn.page_table == SPARE).all()
-    assert got.positions.tolist() == [0, 1, 2] * 2
+    assert got.positions.tolist() == [0] * 6
     assert got.attn.kv_lens.tolist() == [3, 3]
 
 
@@ -110,12 +110,12 @@ def test_one_more_prompt_takes_the_rows_that_prompts_leave() -> None:
     idle = mine.rows(PROMPTS, num_logits=3)
     assert idle.attn.q_lens == idle.attn.kv_lens_host == (1, 7), "a short one and a long one"
     assert idle.attn.cu_seqlens_q.tolist() == [0, 1, 8, 8]
-    assert idle.positions.tolist() == [0, 0, 1, 2, 3, 4, 5, 6]
+    assert idle.positions.tolist() == [0] * 8
     batch = rows([2, 3], [6, 8], [1, 4])
     assert mine.fill(PROMPTS, batch, num_logits=3) is None
     got = mine.rows(PROMPTS, num_logits=3)
     assert got.token_ids.tolist() == [100, 101, 102, 103, 104, *[104] * 3]
-    assert got.positions.tolist() == [4, 5, 5, 6, 7, 0, 1, 2]
+    assert got.positions.tolist() == [4, 5, 5, 6, 7, 0, 0, 0]
     assert (got.attn.write_at // PAGE).tolist() == [1, 1, 3, 3, 3, *[SPARE] * 3]
     assert got.attn.cu_seqlens_q.tolist() == [0, 2, 5, 8]
     assert got.attn.kv_lens.tolist() == [6, 8, 3]

@@ -77,7 +77,6 @@ class BucketInputs:
         self._write_at = allocate("write_at", rows)
         self._logits_at = allocate("logits_at", rows)
         self._spare_slots = allocate("spare_slots", rows).copy_(spare.slots(rows))
-        self._counted = allocate("counted", rows).copy_(torch.arange(rows))
         self._kv_lens = allocate("kv_lens", seqs, dtype=_INT32)
         self._page_table = allocate("page_table", seqs, pages_per_seq, dtype=_INT32)
         self._cu_seqlens = {
@@ -121,10 +120,9 @@ class BucketInputs:
         count, seqs = bucket.num_rows, bucket.num_seqs
         lens = (1, count - 1) if isinstance(bucket, PromptBucket) else (bucket.q_len,) * seqs
         ends = torch.tensor(lens).cumsum(0)
-        for tensor in (self._token_ids, self._logits_at, self._hidden):
+        for tensor in (self._token_ids, self._positions, self._logits_at, self._hidden):
             if tensor is not None:
                 tensor.zero_()
-        self._positions[:count].copy_(torch.cat([torch.arange(size) for size in lens]))
         self._write_at.copy_(self._spare_slots)
         self._kv_lens.zero_()[: len(lens)].copy_(torch.tensor(lens))
         self._cu_prompts.fill_(count)[0].zero_()
@@ -176,7 +174,7 @@ class BucketInputs:
         if left == 0:
             return
         self._token_ids[count:end].copy_(rows.token_ids[-1:].expand(left))
-        self._positions[count:end].copy_(self._counted[:left])
+        self._positions[count:end].zero_()  # any that a model knows
         self._write_at[count:end].copy_(self._spare_slots[:left])
         self._kv_lens[seqs].fill_(left)
         self._page_table[seqs].fill_(self._spare.index)
