@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -178,11 +179,11 @@ def compiled(model: Model) -> None:
     compile_layers(model)
 
 
-def with_swaps(model: Model) -> None:
+def with_swaps(model: Model, **options: bool) -> None:
     """Compile as the engine does, with the swaps that agree with what they replace."""
     fused_norms(model)
     swap_routers(model.hf)
-    compile_layers(model)
+    compile_layers(model, options=options or None)
 
 
 # Whether products are joined, and what is done to the loaded model.
@@ -192,6 +193,7 @@ VARIANTS: dict[str, tuple[bool, Callable[[Model], None]]] = {
     "compiled": (False, compiled),
     "compiled, routers": (False, with_swaps),
     "compiled, routers, products": (True, with_swaps),
+    "the same, small ones combined": (True, partial(with_swaps, combo_kernels=True)),
 }
 
 

@@ -38,10 +38,11 @@ KINDS = {  # what differs: dense or experts; a window or none
 # The others' layers are like these to the compiler.
 FAMILIES = [
     family
-    if family in ("qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
+    if family in ("qwen3_moe", "deepseek_v3", "gpt_oss")
     else pytest.param(family, marks=pytest.mark.slow)
     for family in KINDS
 ]
+TWO = ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
 SHAPES = 3  # one token, up to four, which the CPU multiplies in another way, or more
 PAGE = 8
 
@@ -101,9 +102,7 @@ def test_each_kind_of_layer_is_compiled_once_and_computes_the_same(lab: Any, fam
     assert len(model.hf.base_model.get_submodule("layers")) > KINDS[family]
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("family", TWO)
 def test_operators_hide_nothing_from_functionalization(lab: Any, family: str) -> None:
     model, _ = lab.load(lab.tiny(family), dtype="bfloat16")
     want = steps(model)
@@ -111,7 +110,7 @@ def test_operators_hide_nothing_from_functionalization(lab: Any, family: str) ->
     assert equal(steps(model), want)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", TWO)
 def test_a_reload_in_place_needs_no_new_compilation(lab: Any, family: str) -> None:
     first, second = lab.tiny(family), lab.tiny(family, seed=1)
     plain, _ = lab.load(second)

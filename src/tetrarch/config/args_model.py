@@ -214,7 +214,7 @@ class ModelArgs:
         bool,
         Knob(
             "Same request, same bits, whatever else runs beside it; on the CPU, two to "
-            "three times slower",
+            "three times slower, and on a GPU without compiled layers",
             also=(
                 Alias("--enable-deterministic-inference"),
                 Alias("SGLANG_ENABLE_DETERMINISTIC_INFERENCE"),

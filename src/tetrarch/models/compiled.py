@@ -64,15 +64,25 @@ def compile_layers(
         swap_module(model.hf, path, OpaqueExperts(opaque.experts, number))
     draft = draft_of(model.hf)
     bodies = [model.hf.base_model, *([] if draft is None else [draft])]
-    # What is compiled for a code object is looked up, and limited, there: hence one of our own.
-    run = FunctionType(_run.__code__.replace(), _run.__globals__)
-    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=backend, options=options)
-    for body in bodies:
-        for layer in body.get_submodule("layers").children():
-            [site] = [s for s in model.sites if _is_within(model.hf, s.name, layer)]
-            layer.forward = CompiledLayer(
-                layer, compiled, opaque, number=site.index, latent=site.latent
-            )
+    how: dict[str, Any] = dict(fullgraph=True, dynamic=True, backend=backend, options=options)
+    compiled: dict[tuple[type, ...], Callable[..., Any]] = {}
+    for layer in (each for body in bodies for each in body.get_submodule("layers").children()):
+        parts = tuple(type(module) for module in layer.modules())
+        if parts not in compiled:
+            compiled[parts] = torch.compile(_own_run(), **how)
+        [site] = [s for s in model.sites if _is_within(model.hf, s.name, layer)]
+        layer.forward = CompiledLayer(
+            layer, compiled[parts], opaque, number=site.index, latent=site.latent
+        )
+
+
+def _own_run() -> Callable[..., Any]:
+    """Return `_run` with a code object of its own.
+
+    torch looks up there what it has compiled, and takes no more than eight results; a kind has two
+    or, where a window tells layers apart, four.
+    """
+    return FunctionType(_run.__code__.replace(), _run.__globals__)
 
 
 def _is_within(model: nn.Module, path: str, layer: nn.Module) -> bool:
