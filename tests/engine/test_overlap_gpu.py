@@ -100,4 +100,5 @@ def test_a_decode_is_launched_without_waiting_for_the_device(
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(executor, "launch", watched)
-    run(executor, kind, overlap=True)
+    heard = run(executor, kind, overlap=True)
+    assert all(len(said) >= 30 for said in heard.values()), "and every request has been served"
