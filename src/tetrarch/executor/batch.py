@@ -58,12 +58,7 @@ def build_batch(
         CapacityExceeded: The step holds more tokens than the buffers were sized for, or a
             sequence has too few pages for its tokens.
     """
-    if (num_tokens := step.num_tokens) > budget.per_rank:
-        raise CapacityExceeded(
-            f"a step of {num_tokens} tokens, buffers for {budget.per_rank}",
-            why=f"every buffer was sized by this term: {budget.term}",
-            fix="this is a scheduling bug: admission must respect the token budget; report it",
-        )
+    _check_budget(step, budget)
     seqs = step.seqs
     _check_pages(seqs, page_size)
     q_lens = [len(seq.token_ids) for seq in seqs]
@@ -74,7 +69,7 @@ def build_batch(
         page_size=page_size,
     )
     token_ids = np.fromiter(
-        chain.from_iterable(seq.token_ids for seq in seqs), np.int64, num_tokens
+        chain.from_iterable(seq.token_ids for seq in seqs), np.int64, step.num_tokens
     )
     ids, logits_at, drawn, unknown, rows, *there = upload(
         memory.device,
@@ -94,7 +89,7 @@ def build_batch(
         attn=attn,
         logits_at=logits_at,
         drawn=drawn,
-        num_tokens=num_tokens,
+        num_tokens=step.num_tokens,
         rank_tokens=step.rank_tokens,
     )
 
@@ -177,6 +172,15 @@ def _places(
         page_table=table,
         q_lens=tuple(q_lens),
     )
+
+
+def _check_budget(step: Step, budget: TokenBudget) -> None:
+    if (num_tokens := step.num_tokens) > budget.per_rank:
+        raise CapacityExceeded(
+            f"a step of {num_tokens} tokens, buffers for {budget.per_rank}",
+            why=f"every buffer was sized by this term: {budget.term}",
+            fix="this is a scheduling bug: admission must respect the token budget; report it",
+        )
 
 
 def _check_pages(seqs: Sequence[SeqChunk], page_size: int) -> None:
