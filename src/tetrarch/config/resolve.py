@@ -16,9 +16,9 @@ from tetrarch.config.checkpoint import Checkpoint
 from tetrarch.config.drafts import DraftCheckpoint
 from tetrarch.config.hardware import Device
 from tetrarch.config.ledger import Ledger
-from tetrarch.config.plan import ExpertPlan, ModelFacts, Plan
+from tetrarch.config.plan import ModelFacts, Plan
 from tetrarch.config.resolve_compile import resolve_compile
-from tetrarch.config.resolve_experts import resolve_decoded_cache, resolve_route
+from tetrarch.config.resolve_experts import resolve_decoded_cache, resolve_experts, resolve_route
 from tetrarch.config.resolve_host import resolve_process_env, resolve_threads
 from tetrarch.config.resolve_later import (
     resolve_attention,
@@ -30,7 +30,6 @@ from tetrarch.config.resolve_model import resolve_model, resolve_serve
 from tetrarch.config.resolve_quant import resolve_quant
 from tetrarch.config.resolve_schedule import resolve_memory, resolve_schedule
 from tetrarch.config.resolve_spec import resolve_draft_quant, resolve_speculation
-from tetrarch.config.support import Finalize
 from tetrarch.core.errors import LaunchErrors, TetrarchError
 
 __all__ = ["resolve"]
@@ -95,12 +94,10 @@ def _decide(
     budget = ledger.attempt(lambda: sized(dispatch=dispatch, context_len=model.context_len))
     if route is None or budget is None:
         return None
-    ledger.decide("tokens_per_step", budget.per_rank, f"at most: {budget.term}")
     cache = resolve_decoded_cache(
         args, route, model=model, quant=quant, device=device, ledger=ledger
     )
-    finalize = Finalize.FUSED if args.fused_finalize else route.finalize[0]
-    experts = ExpertPlan(route=route, finalize=finalize, budget=budget, decoded_cache=cache)
+    experts = resolve_experts(args, route, budget, ledger, decoded_cache=cache)
     return Plan(
         model=model,
         quant=quant,

@@ -7,12 +7,12 @@ from tetrarch.config.args import LaunchArgs
 from tetrarch.config.estimate import estimate_memory
 from tetrarch.config.hardware import Device
 from tetrarch.config.ledger import ASKED, Ledger
-from tetrarch.config.plan import ModelPlan, QuantPlan
+from tetrarch.config.plan import ExpertPlan, ModelPlan, QuantPlan, TokenBudget
 from tetrarch.config.support import Finalize, Query, Route, Wire, choose
 from tetrarch.core.errors import ConfigError
 from tetrarch.core.units import format_bytes
 
-__all__ = ["resolve_decoded_cache", "resolve_route"]
+__all__ = ["resolve_decoded_cache", "resolve_experts", "resolve_route"]
 
 _CACHE_SHARE = 4  # the cache may take one part in four of the memory
 
@@ -46,6 +46,15 @@ def resolve_route(args: LaunchArgs, quant: QuantPlan, device: Device, ledger: Le
     ledger.decide("moe_dispatch", route.dispatch, ASKED if asked_dispatch else one_rank)
     ledger.decide("moe_wire", route.wire, f"what {route.runner} takes under {route.activations}")
     return route
+
+
+def resolve_experts(
+    args: LaunchArgs, route: Route, budget: TokenBudget, ledger: Ledger, *, decoded_cache: bool
+) -> ExpertPlan:
+    """Settle the buffers, and who adds up the experts' shares of a token."""
+    ledger.decide("tokens_per_step", budget.per_rank, f"at most: {budget.term}")
+    finalize = Finalize.FUSED if args.fused_finalize else route.finalize[0]
+    return ExpertPlan(route=route, finalize=finalize, budget=budget, decoded_cache=decoded_cache)
 
 
 def resolve_decoded_cache(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import chain
 
 import numpy as np
 import torch
@@ -61,20 +61,14 @@ def build_batch(
     _check_budget(step, budget)
     seqs = step.seqs
     _check_pages(seqs, page_size)
-    q_lens = [len(seq.token_ids) for seq in seqs]
-    places = _places(
-        memory.page_table(seqs),
-        starts=np.array([seq.start for seq in seqs], np.int64),
-        q_lens=q_lens,
-        page_size=page_size,
-    )
+    places = _seq_places(seqs, memory.page_table(seqs), page_size=page_size)
     token_ids = np.fromiter(
         chain.from_iterable(seq.token_ids for seq in seqs), np.int64, step.num_tokens
     )
     ids, logits_at, drawn, unknown, rows, *there = upload(
         memory.device,
         token_ids,
-        _logits_at(seqs, list(accumulate(q_lens, initial=0))),
+        _logits_at(seqs, places.cu_seqlens_q.tolist()),
         np.array([seq.row for seq in seqs for _ in seq.samples], np.int64),
         np.flatnonzero(token_ids == FUTURE),
         np.array([seq.row for seq in seqs if seq.token_ids[-1] == FUTURE], np.int64),
@@ -150,6 +144,15 @@ class _Places:
             q_lens=self.q_lens,
             kv_lens_host=tuple(self.kv_lens.tolist()),
         )
+
+
+def _seq_places(seqs: Sequence[SeqChunk], table: NDArray[np.int32], *, page_size: int) -> _Places:
+    return _places(
+        table,
+        starts=np.array([seq.start for seq in seqs], np.int64),
+        q_lens=[len(seq.token_ids) for seq in seqs],
+        page_size=page_size,
+    )
 
 
 def _places(

@@ -33,7 +33,7 @@ from tetrarch.models.onednn import FEW_ROWS, FewRows, is_small, without_onednn
 from tetrarch.models.rotary import tabulate_rotary
 from tetrarch.models.row_invariant import RowInvariant
 from tetrarch.models.skeleton import ExpertSite, Skeleton, read_skeleton, swap_module
-from tetrarch.models.surgery import join_products
+from tetrarch.models.surgery import Product, join_products
 from tetrarch.moe.build import build_layer
 from tetrarch.moe.layer import MoELayer
 from tetrarch.moe.types import ExpertSpec
@@ -240,14 +240,9 @@ def build_model(
             arena=arena,
         )
         swap_module(skeleton.model, site.path, layers[site.path])
-    # Where a row's bits are its own, the number of rows must not decide how it is multiplied.
-    chosen = {"cpu": FewRows(), "cuda": one_row}.get(device.type, F.linear)
-    join_products(skeleton.model, F.linear if plan.deterministic else chosen)
+    join_products(skeleton.model, _product(plan, device))
     weights = materialise(skeleton.model, SlotTable(arena), dtype=dtype, device=device)
-    # A full context's drafts run over its end, by less than they and a page are long.
-    beyond = tokens_per_request(plan.spec) + plan.memory.page_size
-    num_positions = plan.model.context_len + beyond
-    tabulate_rotary(skeleton.model, num_positions=num_positions, dtype=dtype, device=device)
+    tabulate_rotary(skeleton.model, num_positions=_num_positions(plan), dtype=dtype, device=device)
     shorten_lookups(skeleton.model)
     return Model(
         hf=skeleton.model,
@@ -263,6 +258,17 @@ def build_model(
         vocab_size=plan.model.facts.vocab_size,
         deterministic=plan.deterministic,
     )
+
+
+def _product(plan: Plan, device: torch.device) -> Product:
+    if plan.deterministic:  # the number of rows must not decide how a row is multiplied
+        return F.linear
+    return {"cpu": FewRows(), "cuda": one_row}.get(device.type, F.linear)
+
+
+def _num_positions(plan: Plan) -> int:
+    """A full context's drafts run over its end, by less than they and a page are long."""
+    return plan.model.context_len + tokens_per_request(plan.spec) + plan.memory.page_size
 
 
 def _expert_spec(site: ExpertSite, *, dtype: torch.dtype, device: torch.device) -> ExpertSpec:

@@ -21,7 +21,16 @@ from torch import Tensor, nn
 
 from tetrarch.models.skeleton import swap_module
 
-__all__ = ["Joint", "Linear", "Share", "join_products", "joints_of", "neighbours", "part_unlike"]
+__all__ = [
+    "Joint",
+    "Linear",
+    "Product",
+    "Share",
+    "join_products",
+    "joints_of",
+    "neighbours",
+    "part_unlike",
+]
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # rows, weight, bias: as F.linear
 
