@@ -96,9 +96,7 @@ def _decide(
     if route is None or budget is None:
         return None
     ledger.decide("tokens_per_step", budget.per_rank, f"at most: {budget.term}")
-    cache = resolve_decoded_cache(
-        args, route, model=model, quant=quant, device=device, ledger=ledger
-    )
+    cache = resolve_decoded_cache(args, route, ledger, model=model, quant=quant, device=device)
     finalize = Finalize.FUSED if args.fused_finalize else route.finalize[0]
     experts = ExpertPlan(route=route, finalize=finalize, budget=budget, decoded_cache=cache)
     return Plan(

@@ -51,11 +51,11 @@ def resolve_route(args: LaunchArgs, quant: QuantPlan, device: Device, ledger: Le
 def resolve_decoded_cache(
     args: LaunchArgs,
     route: Route,
+    ledger: Ledger,
     *,
     model: ModelPlan,
     quant: QuantPlan,
     device: Device,
-    ledger: Ledger,
 ) -> bool:
     """Settle whether decoded experts are kept beside the packed ones."""
     useful = route.runner == "reference" and quant.contract.quantizes_weights
