@@ -78,7 +78,6 @@ def _setting(field: KnobField) -> str:
     also = [
         f"`{alias.name}`" + (f" (= {alias.means})" if alias.means else "") for alias in knob.also
     ]
-    synonyms = [f"`{theirs}` = `{ours}`" for theirs, ours in knob.synonyms]
     negated = f", `{field.flag.replace('--', '--no-', 1)}`" if field.kind is bool else ""
     default = "not shown" if knob.secret else field.show(field.default)
     lines = [
@@ -87,7 +86,6 @@ def _setting(field: KnobField) -> str:
         f"- flag `{field.flag}`{negated}; variable `{field.env}`",
         f"- {field.expects}; default {default}",
         f"- also {', '.join(also)}" if also else "",
-        f"- other words for values: {', '.join(synonyms)}" if synonyms else "",
     ]
     head, text, *rest = (line for line in lines if line)
     return "\n\n".join((head, text, "\n".join(rest)))

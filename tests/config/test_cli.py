@@ -111,6 +111,14 @@ def test_a_malformed_variable_is_an_error() -> None:
     assert "TETRARCH_FUSED_FINALIZE: 'maybe' is not a boolean" in error
 
 
+def test_drafting_is_switched_off_by_a_word_in_any_spelling() -> None:
+    off = parse_args([], {"TETRARCH_SPECULATIVE_ALGORITHM": "none"})
+    assert off.speculative_algorithm == "none"
+    assert parse_args(["--speculative-algorithm", "NextN"], {}).speculative_algorithm == "mtp"
+    (error,) = refused(TETRARCH_SPECULATIVE_ALGORITHM="medusa")
+    assert "one of mtp, none (also EAGLE = mtp, NEXTN = mtp)" in error
+
+
 def test_an_unknown_variable_of_sglang_is_one_log_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

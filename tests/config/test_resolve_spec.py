@@ -116,12 +116,23 @@ def test_details_need_an_algorithm(refusals: Refusals, settings: dict[str, Any])
     (error,) = refusals(**settings)
     assert isinstance(error, ConfigError)
     assert "without --speculative-algorithm" in error.what
+    assert error.fix == "add --speculative-algorithm MTP, or leave it out"
+
+
+def test_none_switches_drafting_off(drafting: Callable[..., Plan], refusals: Refusals) -> None:
+    plan = drafting(speculative_algorithm="none")
+    assert plan.spec is None
+    assert decisions(plan)["mtp_layers"] == "not loaded: speculation is off"
+    assert len(refusals(speculative_algorithm="none", speculative_num_steps=3)) == 1
 
 
 def test_adaptive_drafting_is_asked_for(drafting: Callable[..., Plan]) -> None:
     spec = drafting(speculative_adaptive=True).spec
     assert spec is not None
     assert spec.adaptive
+    found = decisions(drafting(speculative_adaptive=True, speculative_num_steps=5))
+    assert found["speculative_adaptive"].startswith("on: asked for; from 0 to 5 drafts")
+    assert decisions(drafting())["speculative_adaptive"] == "off: always 3 drafts"
 
 
 def test_a_model_without_draft_weights_is_refused_and_told_what_helps(

@@ -26,6 +26,7 @@ class Settings:
     kind: Annotated[
         str, Knob("Kinds", choices=("a", "b"), refused=("c",), synonyms=(("alpha", "a"),))
     ] = "a"
+    only: Annotated[int | None, Knob("Has one value", at_least=1, at_most=1)] = None
     some: Annotated[tuple[str, ...], Knob("Lists")] = ()
 
 
@@ -162,7 +163,20 @@ def test_values_are_shown_as_an_operator_writes_them(name: str, value: Any, show
 
 
 def test_a_refused_value_is_not_offered() -> None:
-    assert knob("kind").expects == "one of a, b"
+    assert knob("kind").expects.startswith("one of a, b ")
+
+
+def test_every_word_for_a_value_is_named_where_one_is_wrong() -> None:
+    with pytest.raises(ConfigError) as caught:
+        knob("kind").parse("c++", spelling="--kind")
+    assert caught.value.what == "--kind: 'c++' is not one of a, b (also alpha = a)"
+    assert knob("kind").parse("ALPHA", spelling="--kind") == "a"
+
+
+def test_the_only_value_is_no_range() -> None:
+    with pytest.raises(ConfigError) as caught:
+        knob("only").parse("4", spelling="--only")
+    assert caught.value.what == "--only: 4 is not 1, the only value, or auto"
 
 
 def test_a_switch_is_read_strictly() -> None:

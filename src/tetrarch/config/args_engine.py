@@ -205,8 +205,8 @@ class EngineArgs:
     speculative_algorithm: Annotated[
         str | None,
         Knob(
-            "Draft tokens with the model's own MTP layers; not at all when not given",
-            choices=("mtp",),
+            "Draft tokens with the model's own MTP layers; none, or not given: not at all",
+            choices=("mtp", "none"),
             synonyms=(("MTP", "mtp"), ("EAGLE", "mtp"), ("NEXTN", "mtp")),  # in any case
             group="speculation",
         ),

@@ -44,7 +44,7 @@ def plan_launch(
     checkpoint = ledger.attempt(lambda: _read(args, fetch))
     facts = ledger.attempt(lambda: describe(checkpoint.path)) if checkpoint else None
     path, draft = args.speculative_draft_model_path, None
-    if facts is not None and path is not None and args.speculative_algorithm is not None:
+    if facts is not None and path is not None and args.speculative_algorithm == "mtp":
         layers = facts.num_layers
         draft = ledger.attempt(lambda: read_draft(str(fetch(path)), num_layers=layers))
     if found is None or checkpoint is None or facts is None:

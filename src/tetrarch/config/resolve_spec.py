@@ -49,14 +49,16 @@ def resolve_speculation(
         ledger: Takes decisions and refusals.
         draft: The other checkpoint, where one is named and could be read.
     """
-    if args.speculative_algorithm is None:
+    algorithm = args.speculative_algorithm
+    if algorithm is None or algorithm == "none":
         _refuse_details(args, ledger)
         if facts.num_mtp_layers:
             ledger.decide("mtp_layers", "not loaded", "speculation is off")
         return None
-    ledger.decide("speculative_algorithm", args.speculative_algorithm, ASKED)
+    ledger.decide("speculative_algorithm", algorithm, ASKED)
     steps = _steps(args, ledger)
     ledger.decide("speculative_eagle_topk", 1, "a draft is a chain")
+    _decide_adaptive(args, steps, ledger)
     if args.speculative_draft_model_path is None:
         ledger.decide("speculative_draft_model_path", "not set", "the model's own MTP layer drafts")
         _check_embedded(checkpoint, facts, ledger)
@@ -67,7 +69,7 @@ def resolve_speculation(
         count = f"the first of {facts.num_mtp_layers}"
         ledger.decide("mtp_layers", count, "it drafts every token; the others are not loaded")
     return SpecPlan(
-        algorithm=args.speculative_algorithm,
+        algorithm=algorithm,
         num_steps=steps,
         num_draft_tokens=steps + 1,
         adaptive=args.speculative_adaptive,
@@ -133,11 +135,19 @@ def _refuse_details(args: LaunchArgs, ledger: Ledger) -> None:
             ConfigError(
                 f"{' and '.join(said)} without --speculative-algorithm",
                 why="nothing is drafted, so it would have no effect",
-                fix="leave it out",
+                fix="add --speculative-algorithm MTP, or leave it out",
             )
         )
     for field in ("speculative_algorithm", *_FIELDS):
         ledger.decide(field, "not used", "nothing is drafted")
+
+
+def _decide_adaptive(args: LaunchArgs, steps: int, ledger: Ledger) -> None:
+    if args.speculative_adaptive:
+        why = f"{ASKED}; from 0 to {steps} drafts, as many as pay: /server_info tells how many"
+    else:
+        why = f"always {steps} drafts"
+    ledger.decide("speculative_adaptive", "on" if args.speculative_adaptive else "off", why)
 
 
 def _steps(args: LaunchArgs, ledger: Ledger) -> int:

@@ -170,10 +170,17 @@ class KnobField:
         """What a value must be, in words."""
         knob = self.knob
         if knob.choices:
-            return "one of " + ", ".join(knob.choices)
+            ours = {choice.casefold() for choice in knob.choices}
+            also = [
+                f"{word} = {means}" for word, means in knob.synonyms if word.lower() not in ours
+            ]
+            words = "one of " + ", ".join(knob.choices)
+            return f"{words} (also {', '.join(also)})" if also else words
         noun = _NOUNS[self.kind] + (f" of {knob.unit}" if knob.unit else "")
         low, high = knob.at_least, knob.at_most
-        if low is not None and high is not None:
+        if low is not None and low == high:
+            noun = f"{low:g}, the only value"
+        elif low is not None and high is not None:
             noun += f" from {low:g} to {high:g}"
         elif low is not None:
             noun += f", at least {low:g}"
