@@ -143,6 +143,16 @@ def drafting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runnin
 
 
 @pytest.fixture
+def cramped_server(tmp_path: Path) -> Iterator[RunningServer]:
+    """The test's own; it speculates, deterministically in FP32, and has pages for 256 tokens."""
+    flags = ("--speculative-algorithm", "NEXTN", "--context-length", "160")
+    exact = ("--deterministic", "--dtype", "float32")
+    server = RunningServer(tmp_path / "log", *flags, *exact, num_tokens=256)
+    yield server
+    server.kill()
+
+
+@pytest.fixture
 def hasty_server(tmp_path: Path) -> Iterator[RunningServer]:
     """The test's own; it lets requests run for half a second once it is told to stop."""
     entry = (

@@ -4,7 +4,8 @@
 A matrix product may round a row differently in a batch of another size. Where the two best tokens
 are all but equally likely, a greedy run may then take the other one, and everything after it is
 another text. Such a divergence is accepted, and counted; any other one is a defect. Under
-`--deterministic`, and in FP32, there is none to accept.
+`--deterministic` there is none to accept, nor in FP32 where activations are not rounded to NVFP4:
+that turns a difference in the last bit into another code.
 """
 
 from __future__ import annotations
