@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from measure import machine, read_ceiling, write  # first: it finds the sources
-from torch import Tensor, nn
+from torch import Tensor
 
 from tetrarch.config.args import LaunchArgs
 from tetrarch.config.checkpoint import read_checkpoint
@@ -208,11 +208,8 @@ def bytes_of_step(engine: Engine, streams: int, args: argparse.Namespace) -> dic
         for ids in chosen
     ]
     experts = sum(layer.weights.num_bytes / layer.spec.num_local_experts for layer in layers)
-    dense = sum(
-        module.weight.numel() * module.weight.element_size()
-        for module in model.hf.modules()
-        if isinstance(module, nn.Linear)
-    )
+    table, head = model.hf.get_input_embeddings().weight, model.hf.get_output_embeddings().weight
+    looked_up = 0 if head is table else table.nbytes  # a few rows of it are read
     per_token = sum(
         site.num_kv_heads * (site.key_dim + site.value_dim) * model.dtype.itemsize
         for site in model.sites
@@ -221,7 +218,7 @@ def bytes_of_step(engine: Engine, streams: int, args: argparse.Namespace) -> dic
     return {
         "experts_hit": round(statistics.mean(hit), 1),
         "expert_bytes": statistics.mean(hit) * experts,
-        "dense_bytes": float(dense),
+        "dense_bytes": float(model.weights.num_bytes - looked_up),
         "kv_bytes": float(per_token * length * streams),
     }
 

@@ -199,6 +199,15 @@ def test_a_trainer_killed_mid_broadcast_is_an_error(own_trainer: Trainer, meetin
     assert not weights.is_open
 
 
+def test_closing_ends_a_receipt_and_says_who_closed(join: Callable[[str], Joined]) -> None:
+    silent, began = join("destroyed"), time.monotonic()
+    threading.Timer(0.5, silent.group.close).start()
+    with pytest.raises(RequestError, match="it was destroyed while it was receiving") as refused:
+        silent.receive(("uint8", [2]), timeout=60)
+    assert "died" not in str(refused.value)
+    assert time.monotonic() - began < 10
+
+
 def test_a_wrong_world_size_times_out(trainer: Trainer, meeting: Meeting) -> None:
     trainer.tell(f"open_group('weights', {meeting.port}, world_size=2, timeout=4.0)")
     with pytest.raises(RequestError, match="did not come within 2 s"):

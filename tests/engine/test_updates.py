@@ -535,6 +535,44 @@ def test_an_update_of_nothing_but_what_is_left_out_is_refused_and_changes_nothin
     assert spans(desk, "a") == [("default", 0, LENGTH)]
 
 
+def test_what_a_selector_leaves_out_is_told(
+    desk: Any,
+    rank: Any,
+    new_tensors: Tensors,
+    post: Any,
+    checksums: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    norm = {"model.norm.weight": new_tensors["model.norm.weight"]}
+    both = {"mtp.fc.weight": torch.ones(3), **norm}
+    reply = desk.ask(UpdateFromTensors, data=post(both), selector="target", flush_cache=False)
+    told = "1 tensors were left out (selector), such as mtp.fc.weight"
+    assert (reply.ok, reply.payload["warnings"]) == (True, [told])
+    reply = desk.ask(UpdateFromTensors, data=post(new_tensors), selector="target")
+    assert (reply.payload["warnings"], reply.payload["num_tensors"]) == ([told], len(new_tensors))
+    assert reply.message.endswith(told)
+    assert [one.levelname for one in caplog.records if told in one.message] == ["WARNING"]
+    assert rank.checksum() == checksums[1]
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_an_update_of_nothing_but_what_a_selector_leaves_out_is_refused(
+    desk: Any, rank: Any, new_tensors: Tensors, post: Any, checksums: Any, begins: bool
+) -> None:
+    norm = {"model.norm.weight": new_tensors["model.norm.weight"]}
+    if begins:
+        assert desk.ask(BeginUpdate, selector="draft").ok
+        reply = desk.ask(UpdateFromTensors, data=post(norm))
+        assert "model.norm.weight" in reply.message
+        assert reply.ok
+        reply = desk.ask(EndUpdate)
+    else:
+        reply = desk.ask(UpdateFromTensors, data=post(norm), selector="draft")
+    assert (reply.ok, reply.status, reply.code) == (False, 400, "invalid_weights")
+    assert "model.norm.weight (selector)" in reply.message
+    assert (rank.weights.is_open, rank.checksum()) == (False, checksums[0])
+
+
 def test_a_request_between_two_calls_gets_503_and_the_trainer_goes_on(
     desk: Any, new_tensors: Tensors, post: Any, alone: Any
 ) -> None:

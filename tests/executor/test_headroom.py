@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tetrarch.config.plan import Plan, SpecPlan
+from tetrarch.config.plan import Plan, SpecPlan, TokenBudget
 from tetrarch.executor.headroom import free_after_cleanup, step_bytes, trial_capacity
 from tetrarch.executor.smoke import smoke_steps
 
@@ -24,6 +24,16 @@ def test_the_trial_has_room_for_every_smoke_step_and_no_more(
     assert smoke_steps(plan, capacity) == smoke_steps(plan, large)
     small = replace(capacity, num_pages=capacity.num_pages - 1)
     assert smoke_steps(plan, small) != smoke_steps(plan, large)
+
+
+def test_the_trial_holds_no_more_sequences_than_may_run(make_plan: Callable[..., Plan]) -> None:
+    """What is kept for each row has that many; a row beyond would end the GPU's process."""
+    budget = TokenBudget(per_rank=2048, rows=2048, term="test")
+    plan = make_plan(experts={"budget": budget}, device={"torch_device": "cuda"})
+    most = plan.schedule.max_running_requests
+    assert budget.per_rank > most * plan.model.context_len
+    steps = smoke_steps(plan, trial_capacity(plan))
+    assert max(seq.row for step in steps for seq in step.seqs) == most - 1
 
 
 @pytest.mark.gpu

@@ -264,6 +264,21 @@ def test_what_waited_and_is_left_out_in_the_end_is_counted_no_more(lab: Any) -> 
     assert sum(map(len, update.unused.values())) == len(early)
 
 
+def test_what_is_not_selected_is_told_until_a_later_call_brings_it(target: Any) -> None:
+    model, plan, tensors = target
+    update, _ = begin(model, plan)
+    norm = {"model.norm.weight": tensors["model.norm.weight"]}
+    pieces = update.check({}, unselected=norm)
+    update.stage(pieces)
+    update.commit(pieces)
+    assert (update.num_tensors, update.unused) == (0, {Unused.SELECTOR: tuple(norm)})
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight \(selector\)"):
+        update.check_finished(full=False)
+    send(update, norm)
+    assert (update.num_tensors, update.unused) == (1, {})
+    update.check_finished(full=False)
+
+
 def test_an_update_all_of_which_is_left_out_is_refused_by_name(target: Any) -> None:
     """As a folder without a single tensor of the model would be."""
     model, plan, tensors = target

@@ -21,7 +21,6 @@ def test_tags_may_be_all_some_or_text(asked: Ask, path: str, kind: type) -> None
         ("POST", "", None, ()),
         ("GET", "", None, ()),
         ("POST", "", {"tags": None}, ()),
-        ("POST", "", {"tags": []}, ()),
         ("POST", "", {"tags": ["kv_cache", "weights", "kv_cache"]}, ("kv_cache", "weights")),
         ("GET", "?tags=weights,cuda_graph", None, ("weights", "cuda_graph")),
     ):
@@ -47,6 +46,15 @@ def test_an_unknown_tag_is_refused(asked: Ask, path: str, tags: Any) -> None:
     reply, actions = asked(path, {"tags": tags})
     assert (reply.status_code, actions) == (400, [])
     assert reply.json()["error"]["param"] == "tags"
+
+
+@pytest.mark.parametrize("path", [RELEASE, RESUME])
+def test_an_empty_list_is_a_mistake_and_not_everything(asked: Ask, path: str) -> None:
+    reply, actions = asked(path, {"tags": []})
+    assert (reply.status_code, actions) == (400, [])
+    error = reply.json()["error"]
+    assert error["param"] == "tags"
+    assert "weights, kv_cache, cuda_graph" in error["message"]
 
 
 @pytest.mark.parametrize("wait", [-1, 3601, "soon", True])

@@ -94,9 +94,7 @@ def _decide(
     budget = ledger.attempt(lambda: sized(dispatch=dispatch, context_len=model.context_len))
     if route is None or budget is None:
         return None
-    cache = resolve_decoded_cache(
-        args, route, model=model, quant=quant, device=device, ledger=ledger
-    )
+    cache = resolve_decoded_cache(args, route, ledger, model=model, quant=quant, device=device)
     experts = resolve_experts(args, route, budget, ledger, decoded_cache=cache)
     return Plan(
         model=model,

@@ -60,11 +60,11 @@ def resolve_experts(
 def resolve_decoded_cache(
     args: LaunchArgs,
     route: Route,
+    ledger: Ledger,
     *,
     model: ModelPlan,
     quant: QuantPlan,
     device: Device,
-    ledger: Ledger,
 ) -> bool:
     """Settle whether decoded experts are kept beside the packed ones."""
     useful = route.runner == "reference" and quant.contract.quantizes_weights

@@ -177,13 +177,19 @@ class WeightGroup:
                 param="shapes",
             ) from error
         except (RuntimeError, OSError) as error:
+            refusal = self._not_received(error, timeout)
             self.close()
-            raise self.meeting.error(
-                f"the trainer died, did not send it all in {timeout:g} s, or sent something else "
-                f"than it announced ({first_line(error)})",
-                fix=_AGAIN,
-            ) from error
+            raise refusal from error
         return cut(expected, buffers)
+
+    def _not_received(self, error: Exception, timeout: float) -> RequestError:
+        if self._is_closed:
+            return self.meeting.error("it was destroyed while it was receiving", fix=_AGAIN)
+        return self.meeting.error(
+            f"the trainer died, did not send it all in {timeout:g} s, or sent something else "
+            f"than it announced ({first_line(error)})",
+            fix=_AGAIN,
+        )
 
     @property
     def is_open(self) -> bool:

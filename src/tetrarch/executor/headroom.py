@@ -13,6 +13,7 @@ import torch
 
 from tetrarch.config.plan import Plan
 from tetrarch.core.progress import NoProgress
+from tetrarch.core.units import ceil_div
 from tetrarch.executor.capacity import Capacity
 from tetrarch.executor.graphs import Graphs, Recorder
 from tetrarch.executor.smoke import smoke_steps
@@ -23,11 +24,12 @@ _ENDLESS = 1 << 40  # pages
 
 
 def trial_capacity(plan: Plan) -> Capacity:
-    """Return the pool that the smoke steps need."""
+    """Return the pool that the smoke steps need; like every pool, for no more than may run."""
     size = plan.memory.page_size
+    most = plan.schedule.max_running_requests * ceil_div(plan.model.context_len, size)
     steps = smoke_steps(plan, Capacity(_ENDLESS, size))
     pages = (page for step in steps for seq in step.seqs for page in seq.pages)
-    return Capacity(max(pages, default=0) + 1, size)
+    return Capacity(min(max(pages, default=0) + 1, most), size)
 
 
 def step_bytes(run: Callable[[], None]) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tetrarch.core.errors import CheckpointError, ConfigError
+from tetrarch.core.log import get_logger
 from tetrarch.core.units import format_bytes
 from tetrarch.memory.journal import Journal
 from tetrarch.models.placement import Placements
@@ -25,9 +26,11 @@ __all__ = [
     "failed",
     "released",
     "undo_fits",
+    "undone",
     "unreadable",
 ]
 
+_log = get_logger(__name__)
 _RESERVE = 256 * 2**20  # host bytes that an undo copy leaves to everybody else
 
 
@@ -160,6 +163,20 @@ def undo_fits(num_bytes: int, *, free: int, wanted: bool | None) -> bool:
             fix='send "atomic": false, or leave it out: a failure then cannot be undone',
         )
     return need <= free
+
+
+def undone(journal: Journal) -> bool:
+    """Go back to what was there before the writes of `journal`; return whether that worked."""
+    if journal.is_empty:
+        return True
+    try:
+        if journal.keeps:
+            journal.undo()
+            return True
+        _log.error("an update failed half-way, and there is no undo copy")
+    except Exception as error:
+        _log.error("the old weights could not be restored", exc_info=error)
+    return False
 
 
 def unreadable(path: str, error: Exception) -> CheckpointError:

@@ -25,6 +25,7 @@ from tetrarch.config.plan import Plan, QuantPlan
 from tetrarch.memory.arena import Arena
 from tetrarch.memory.slots import SlotTable
 from tetrarch.models.draft import DraftHead, draft_of
+from tetrarch.models.expert_layers import swap_experts
 from tetrarch.models.materialise import materialise, shorten_lookups
 from tetrarch.models.names import NamePlan
 from tetrarch.models.norms import fuse_norms
@@ -32,11 +33,9 @@ from tetrarch.models.one_row import one_row
 from tetrarch.models.onednn import FEW_ROWS, FewRows, is_small, without_onednn
 from tetrarch.models.rotary import tabulate_rotary
 from tetrarch.models.row_invariant import RowInvariant
-from tetrarch.models.skeleton import ExpertSite, Skeleton, read_skeleton, swap_module
-from tetrarch.models.surgery import Product, join_products
-from tetrarch.moe.build import build_layer
+from tetrarch.models.skeleton import Skeleton, read_skeleton
+from tetrarch.models.surgery import join_products
 from tetrarch.moe.layer import MoELayer
-from tetrarch.moe.types import ExpertSpec
 
 __all__ = ["Forward", "Model", "build_model"]
 
@@ -229,18 +228,12 @@ def build_model(
     skeleton = read_skeleton(plan.model.path, dtype=dtype, drafts=plan.spec is not None)
     fuse_norms(skeleton.model, dtype=dtype, device=device)
     scratch, ignored = SlotTable(), _ignored(skeleton, plan.quant)
-    layers: dict[str, MoELayer] = {}
-    for site in skeleton.experts:
-        layers[site.path] = build_layer(
-            _expert_spec(site, dtype=dtype, device=device),
-            plan.experts,
-            plan.quant.at(site.path),
-            scratch=scratch,
-            ignored=site.path in ignored,
-            arena=arena,
-        )
-        swap_module(skeleton.model, site.path, layers[site.path])
-    join_products(skeleton.model, _product(plan, device))
+    layers = swap_experts(
+        skeleton, plan, device=device, ignored=ignored, scratch=scratch, arena=arena
+    )
+    # Where a row's bits are its own, the number of rows must not decide how it is multiplied.
+    chosen = {"cpu": FewRows(), "cuda": one_row}.get(device.type, F.linear)
+    join_products(skeleton.model, F.linear if plan.deterministic else chosen)
     weights = materialise(skeleton.model, SlotTable(arena), dtype=dtype, device=device)
     tabulate_rotary(skeleton.model, num_positions=_num_positions(plan), dtype=dtype, device=device)
     shorten_lookups(skeleton.model)
@@ -260,30 +253,9 @@ def build_model(
     )
 
 
-def _product(plan: Plan, device: torch.device) -> Product:
-    if plan.deterministic:  # the number of rows must not decide how a row is multiplied
-        return F.linear
-    return {"cpu": FewRows(), "cuda": one_row}.get(device.type, F.linear)
-
-
 def _num_positions(plan: Plan) -> int:
     """A full context's drafts run over its end, by less than they and a page are long."""
     return plan.model.context_len + tokens_per_request(plan.spec) + plan.memory.page_size
-
-
-def _expert_spec(site: ExpertSite, *, dtype: torch.dtype, device: torch.device) -> ExpertSpec:
-    return ExpertSpec(
-        num_experts=site.shape.num_experts,
-        num_local_experts=site.shape.num_experts,
-        first_local_expert=0,
-        top_k=site.top_k,
-        hidden_size=site.shape.hidden_size,
-        intermediate_size=site.shape.intermediate_size,
-        activation=site.shape.activation,
-        has_bias=site.shape.has_bias,
-        dtype=dtype,
-        device=device,
-    )
 
 
 def _ignored(skeleton: Skeleton, quant: QuantPlan) -> frozenset[str]:

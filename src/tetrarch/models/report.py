@@ -25,6 +25,7 @@ class Unused(StrEnum):
     KV_SCALE = "kv_scale"  # k_scale and v_scale: our KV pages are not quantized
     FP8_INPUT_SCALE = "fp8_input_scale"  # FP8 weights are decoded; no input is rounded to FP8
     NVFP4_INPUT_SCALE = "nvfp4_input_scale"  # of dense linears, or the contract's is dynamic
+    SELECTOR = "selector"  # of the target or of the draft, where an update takes the other only
 
 
 class LeftOut:
@@ -37,12 +38,18 @@ class LeftOut:
         """Note one; a second time changes nothing."""
         self._names.setdefault(kind, {})[tensor] = None
 
+    def keep(self, tensor: str) -> None:
+        """Forget that it was noted: it has found a place."""
+        for names in self._names.values():
+            names.pop(tensor, None)
+
     def __contains__(self, tensor: str) -> bool:
         return any(tensor in names for names in self._names.values())
 
     def by_kind(self) -> dict[Unused, tuple[str, ...]]:
         """Return their names."""
-        return {kind: tuple(reading_order(names)) for kind, names in self._names.items()}
+        listed = {kind: tuple(reading_order(names)) for kind, names in self._names.items()}
+        return {kind: names for kind, names in listed.items() if names}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

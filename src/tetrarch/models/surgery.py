@@ -90,7 +90,7 @@ class Joint:
 
     def bind(self) -> None:
         """Find the matrix of all weights, once they have memory."""
-        biases = [share.bias for share in self.shares if share.bias is not None]
+        biases = [one.bias for one in self.shares if one.bias is not None]  # pyright: ignore
         self._weight = _whole([share.weight for share in self.shares])
         self._bias = _whole(biases) if biases else None
         self._widths = [share.out_features for share in self.shares]
@@ -135,7 +135,7 @@ def join_products(model: nn.Module, product: Product) -> None:
 def _are_alike(layers: list[nn.Module | None]) -> TypeGuard[list[Linear]]:
     """Whether these are linear layers whose weights, and biases if any, fit into one matrix."""
     linear = [layer for layer in layers if type(layer) is Linear]
-    kinds = {(each.in_features, each.weight.dtype, each.bias is None) for each in linear}
+    kinds = {(one.in_features, one.weight.dtype, one.bias is None) for one in linear}  # pyright: ignore
     return len(linear) == len(layers) and len(kinds) == 1
 
 
@@ -150,7 +150,8 @@ def neighbours(model: nn.Module) -> dict[str, tuple[str, ...]]:
     paths = {module: path for path, module in model.named_modules()}
     found: dict[str, tuple[str, ...]] = {}
     for joint in joints_of(model):
-        for kind in ("weight", "bias")[: 1 if joint.shares[0].bias is None else 2]:
+        has_bias = joint.shares[0].bias is not None  # pyright: ignore  # torch's stub is wrong
+        for kind in ("weight", "bias") if has_bias else ("weight",):
             names = tuple(f"{paths[share]}.{kind}" for share in joint.shares)
             found |= dict.fromkeys(names, names)
     return found

@@ -20,6 +20,7 @@ from tetrarch.serve.auth import Auth, Keys
 from tetrarch.serve.door import Door
 from tetrarch.serve.errors import Failure, HttpError, failure_of, failure_response
 from tetrarch.serve.limit import BodyLimit
+from tetrarch.serve.record import recorded
 from tetrarch.serve.routes import ROUTES, Access
 
 __all__ = ["build_app"]
@@ -44,8 +45,11 @@ def build_app(door: Door) -> Starlette:
     )
     app.router.redirect_slashes = False
     for route in ROUTES:
+        handler = route.handler
+        if route.access is Access.CONTROL:
+            handler = recorded(route.paths[0], handler)
         for path in route.paths:
-            app.add_route(path, partial(_call, route.handler, door), list(route.methods))
+            app.add_route(path, partial(_call, handler, door), list(route.methods))
     return app
 
 

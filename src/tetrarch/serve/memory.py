@@ -72,7 +72,16 @@ async def resume_memory_occupation(door: Door, http: Request) -> Response:
 
 
 def _tags(value: list[str] | str | None) -> tuple[str, ...]:
-    tags = value.split(",") if isinstance(value, str) else value or ()
+    tags = value.split(",") if isinstance(value, str) else value
+    if tags is None:
+        return ()
+    if not tags:
+        raise RequestError(
+            "tags is an empty list",
+            why="nothing would be released or resumed; for all, tags is left out",
+            fix=f"send some of {', '.join(Region)}, or leave tags out for all",
+            param="tags",
+        )
     unknown = [tag for tag in tags if tag not in list(Region)]
     if unknown:
         raise RequestError(
