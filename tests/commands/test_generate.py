@@ -15,7 +15,11 @@ SMALL = ["--max-total-tokens", "2048", "--threads", "1"]
 def test_answers_are_printed_in_order_as_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
     prompts = ["--prompt", "What is 12 + 30?", "--prompt", "What is 40 - 7?"]
     assert main(["generate", *prompts, "--json", *SMALL]) == 0
-    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    printed = capsys.readouterr()
+    first, second = map(json.loads, printed.out.splitlines())
+    lines = printed.err.splitlines()
+    assert any("loading tetrarch-demo as nvfp4_online/per_token" in line for line in lines)
+    assert any("ready after" in line for line in lines)
     assert first["text"].endswith("#### 42")
     assert second["text"].endswith("#### 33")
     assert first["finish_reason"]["kind"] == "stop"

@@ -70,6 +70,8 @@ def test_counters_are_there_from_the_first_step_and_begin_anew_with_a_flush(
     before = state(drafting_server)
     assert before["avg_spec_accept_length"] > 2.5
     assert drafting_server.http.post("/flush_cache").status_code == 200
+    flushed = state(drafting_server)["speculation"]
+    assert (flushed["num_steps"], flushed["since_flush"]["num_verifies"]) == (3, 0)
     info = drafting_server.generate(text=SUM, sampling_params=sampling)["meta_info"]
     drafting_server.wait_for(lambda load: load["num_total_reqs"] == 0, seconds=10)
     after = state(drafting_server)

@@ -112,6 +112,24 @@ def test_a_flush_succeeds_when_idle_and_fails_when_busy(play: Callable[[Script],
     ]
 
 
+def test_a_flush_is_answered_behind_a_heartbeat_with_the_counts_that_begin_anew(
+    make_bench: Make,
+) -> None:
+    post = Post([request("a", 9), *[[]] * 4, Flush(ticket=1)])
+    seen: list[str] = []
+
+    def tell(news: list[Outbound]) -> None:
+        for one in news:  # the counts go on changing
+            if isinstance(one, Heartbeat):
+                assert one.spec is not None
+                seen.append(f"{one.spec.lifetime.num_verifies} {one.spec.since_flush.num_verifies}")
+            elif isinstance(one, ControlReply):
+                seen.append("reply")
+
+    EngineLoop(make_bench(steps=3).engine, post, tell).run()
+    assert seen[-2:] == ["2 0", "reply"]  # of nine tokens the prompt yields one
+
+
 def test_a_flush_waits_until_idle_and_a_second_one_fails(play: Callable[[Script], Post]) -> None:
     post = play([request("a", 6), Flush(ticket=1, timeout=30.0), Flush(ticket=2), *[[]] * 6])
     assert [(reply.ticket, reply.ok) for reply in post.of(ControlReply)] == [(2, False), (1, True)]

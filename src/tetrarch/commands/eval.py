@@ -17,6 +17,7 @@ from typing import Any
 
 from tetrarch.commands.arithmetic.problems import Problem, Split, answer_of, eval_split
 from tetrarch.commands.bars import Bars
+from tetrarch.commands.loading import load
 from tetrarch.config.cli import Reading
 from tetrarch.config.launch import plan_launch
 from tetrarch.config.plan import Plan
@@ -60,10 +61,10 @@ def run(reading: Reading) -> int:
         TetrarchError: What is wrong with the launch.
     """
     asked = reading.namespace
-    configure_logging(level="warning")
+    configure_logging(level=reading.args.log_level)
     plan = plan_launch(reading, describe=describe, fetch=fetch)
     problems = list(islice(eval_split(Split(asked.split)), asked.limit))
-    with Bars() as bars, LLM(plan=plan, progress=bars) as llm:
+    with Bars() as bars, load(plan, bars) as llm:
         score = measure(llm, problems, progress=bars)
     row = json.dumps({**_subject(plan), "split": asked.split, **asdict(score)}, indent=1)
     print(row)

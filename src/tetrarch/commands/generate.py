@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from tetrarch.commands.bars import Bars
+from tetrarch.commands.loading import load
 from tetrarch.config.cli import Reading
 from tetrarch.config.launch import plan_launch
 from tetrarch.core.log import configure_logging
@@ -28,7 +29,7 @@ def run(reading: Reading) -> int:
         TetrarchError: What is wrong with the launch or the request.
     """
     asked = reading.namespace
-    configure_logging(level="warning")
+    configure_logging(level=reading.args.log_level)
     plan = plan_launch(reading, describe=describe, fetch=fetch)
     sampling = parse_sampling(
         {
@@ -39,7 +40,7 @@ def run(reading: Reading) -> int:
         },
         vocab_size=plan.model.facts.vocab_size,
     )
-    with Bars() as bars, LLM(plan=plan, progress=bars) as llm:
+    with Bars() as bars, load(plan, bars) as llm:
         texts = [sys.stdin.read() if text == "-" else text for text in asked.prompt]
         outputs = llm.generate(
             [text if asked.raw else _question(llm, text) for text in texts], sampling, progress=bars

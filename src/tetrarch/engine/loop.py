@@ -142,4 +142,6 @@ class EngineLoop:
 def _gist(beat: Heartbeat) -> tuple[object, ...]:
     """Return what a door should know at once."""
     load = (beat.num_running, beat.num_waiting, beat.num_used_tokens > 0, beat.is_paused)
-    return (*load, beat.is_updating, beat.weight_version, beat.model_path, beat.state)
+    counts_anew = beat.spec is not None and not beat.spec.since_flush.num_verifies
+    facts = (beat.is_updating, beat.weight_version, beat.model_path, beat.state)
+    return (*load, *facts, counts_anew)

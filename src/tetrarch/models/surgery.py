@@ -47,6 +47,8 @@ _TRIED_ROWS = (1, 4, 33)
 class Linear(nn.Linear):
     """A linear layer that takes over another one's parameters and multiplies by `product`."""
 
+    bias: nn.Parameter | None  # which torch does not say
+
     def __init__(self, theirs: nn.Linear, product: Product) -> None:
         super().__init__(theirs.in_features, theirs.out_features, bias=False, device="meta")
         self.weight, self.bias = theirs.weight, theirs.bias

@@ -13,9 +13,9 @@ from starlette.responses import Response
 
 from tetrarch.config.args import LaunchArgs
 from tetrarch.core.knob import knobs
-from tetrarch.engine.acceptance import SpecStatus
 from tetrarch.serve.body import json_response
 from tetrarch.serve.door import Door
+from tetrarch.serve.drafting import as_state
 
 __all__ = ["get_weight_version", "model_card", "model_info", "models", "server_info"]
 
@@ -101,7 +101,7 @@ async def server_info(door: Door, _: Request) -> Response:
         "decode_cuda_graph_memory_gb": _graphs_gb(facts),
         "num_used_tokens": load.num_used_tokens,
         "counters": load.counters,
-        **_speculation(load.spec),
+        **as_state(load.spec),
     }
     return json_response(
         {
@@ -173,20 +173,6 @@ def _flags(door: Door) -> dict[str, Any]:
         "disaggregation_mode": "null",
         "api_key": MASK if plan.serve.api_key else None,
         "admin_api_key": MASK if plan.serve.admin_api_key else None,
-    }
-
-
-def _speculation(spec: SpecStatus | None) -> dict[str, Any]:
-    """Return how drafts have gone; a benchmark flushes before it begins, and reads the mean."""
-    if spec is None:
-        return {}
-    recent = spec.since_flush if spec.since_flush.num_verifies else spec.lifetime
-    return {
-        "avg_spec_accept_length": recent.length,
-        "speculation": {
-            name: {**msgspec.to_builtins(found), "length": found.length, "rate": found.rate}
-            for name, found in (("lifetime", spec.lifetime), ("since_flush", spec.since_flush))
-        },
     }
 
 

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tetrarch.engine.acceptance import Acceptance
 from tetrarch.engine.request import FinishReason
 from tetrarch.executor.step import TokenLogprob
 from tetrarch.serve.door import Door
+from tetrarch.serve.drafting import as_meta
 from tetrarch.serve.outputs import Output
 
 __all__ = ["LogprobLists", "finish_object", "meta_info"]
@@ -40,22 +40,8 @@ def meta_info(door: Door, output: Output) -> dict[str, Any]:
         info["e2e_latency"] = now - output.timeline.started
         info["response_sent_to_client_ts"] = time.time()
         info.update(_latencies(output.times, num_tokens=len(output.token_ids)))
-        info.update(_speculation(output.acceptance))
+        info.update(as_meta(output.acceptance))
     return info
-
-
-def _speculation(found: Acceptance | None) -> dict[str, Any]:
-    """How drafts have gone, where some were verified; a mean is over verifications alone."""
-    if found is None:
-        return {}
-    return {
-        "spec_accept_length": found.length,
-        "spec_accept_rate": found.rate,
-        "spec_verify_ct": found.num_verifies,
-        "spec_num_correct_drafts": found.num_accepted,
-        "spec_num_proposed_drafts": found.num_proposed,
-        "spec_correct_drafts_histogram": found.histogram,
-    }
 
 
 def _latencies(times: dict[str, float], *, num_tokens: int) -> dict[str, float]:

@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tetrarch.engine.acceptance import SpecStatus
 from tetrarch.engine.messages import Heartbeat
 from tetrarch.engine.request import Delta, GenerateRequest
+from tetrarch.serve.drafting import as_metrics
 
 __all__ = ["Metrics", "Throughput", "Timeline"]
 
@@ -29,16 +29,7 @@ _LOAD_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _SOURCES = ("disk", "tensor", "distributed")
 _RESULTS = ("success", "failure")
 _WINDOW_S = 1.0
-_OURS = frozenset(
-    {
-        "steps",
-        "moe_tokens_high_water",
-        "moe_buffer_capacity_tokens",
-        "spec_verified_tokens_total",
-        "spec_proposed_drafts_total",
-        "spec_accepted_drafts_total",
-    }
-)
+_OURS = frozenset({"steps", "moe_tokens_high_water", "moe_buffer_capacity_tokens"})
 
 
 class Throughput:
@@ -152,22 +143,6 @@ class Metrics:
         return generate_latest(self._registry) + generate_latest(engine)
 
 
-def _speculation(spec: SpecStatus | None) -> dict[str, float]:
-    """Means since the last flush, totals since the start."""
-    if spec is None:
-        return {}
-    return {
-        "spec_accept_length": spec.since_flush.length,
-        "spec_accept_rate": spec.since_flush.rate,
-        "spec_num_steps": spec.num_steps,
-        "spec_num_draft_tokens": spec.num_steps + 1,
-        "spec_verify_calls_total": spec.lifetime.num_verifies,
-        "spec_verified_tokens_total": spec.lifetime.num_tokens,
-        "spec_proposed_drafts_total": spec.lifetime.num_proposed,
-        "spec_accepted_drafts_total": spec.lifetime.num_accepted,
-    }
-
-
 class _EngineNumbers(Collector):
     """The engine's last heartbeat as metrics."""
 
@@ -187,13 +162,16 @@ class _EngineNumbers(Collector):
             "token_usage": load.num_used_tokens / max(load.max_total_tokens, 1),
             "gen_throughput": self._rate,
         }
-        for name, value in {**gauges, **load.counters, **_speculation(load.spec)}.items():
+        for name, value in {**gauges, **load.counters}.items():
             extra = {"cache_source": "device"} if name == "cached_tokens_total" else {}
-            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            family = kind(
-                f"tetrarch:{name}" if name in _OURS else f"sglang:{name}",
-                name.removesuffix("_total").replace("_", " ").capitalize() + ".",
-                labels=(*_LABELS, *extra),
-            )
-            family.add_metric((self._model_name, *extra.values()), value)
-            yield family
+            about = name.removesuffix("_total").replace("_", " ").capitalize() + "."
+            name = f"tetrarch:{name}" if name in _OURS else f"sglang:{name}"
+            yield self._family(name, about, value, extra)
+        for name, (about, value) in as_metrics(load.spec).items():
+            yield self._family(name, about, value, {})
+
+    def _family(self, name: str, about: str, value: float, extra: dict[str, str]) -> Metric:
+        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        family = kind(name, about, labels=(*_LABELS, *extra))
+        family.add_metric((self._model_name, *extra.values()), value)
+        return family

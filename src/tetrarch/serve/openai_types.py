@@ -21,6 +21,7 @@ __all__ = [
     "Choice",
     "CompletionBody",
     "CompletionChoice",
+    "CompletionDetails",
     "CompletionLogprobs",
     "FinishName",
     "ObjectName",

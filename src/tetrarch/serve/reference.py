@@ -10,8 +10,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import msgspec
 
 from tetrarch.engine.request import SamplingParams
+from tetrarch.serve.drafting import COUNTERS, LENGTHS
 from tetrarch.serve.fields import NATIVE_LATER, OPENAI_LATER, SamplingFields, StreamOptions
-from tetrarch.serve.openai_types import OpenAIBody
+from tetrarch.serve.openai_types import CompletionDetails, OpenAIBody
 from tetrarch.serve.routes import ROUTES, Access, Route
 
 __all__ = ["markdown"]
@@ -39,6 +40,18 @@ _RULES = """\
 - `--api-key` is a bearer token for everything except probes. With `--admin-api-key`, control
   endpoints take that key and no other: 401 without a key, 403 with the lesser one."""
 
+_COUNTED = """\
+With `--speculative-algorithm`, from the first verification on. What lies behind the token that
+ends an output is counted nowhere.
+
+- `/generate`: in the last `meta_info` of an output of which drafts were verified.
+- `/v1/`: `usage.completion_tokens_details`, all outputs together, has drafts that were what the
+  model said, and drafts that were not: `{}` and `{}`.
+- `/server_info`: `internal_states[0].speculation` has `lifetime`, since the start, and
+  `since_flush`, since the last `/flush_cache`. `internal_states[0].avg_spec_accept_length` is the
+  `length` of the latter, and until something was verified since, of the former.
+- `/metrics`: totals since the start, means since the last `/flush_cache`."""
+
 _ACCESS = {
     Access.OPEN: "open to everybody",
     Access.KEY: "API key",
@@ -57,6 +70,9 @@ def markdown() -> str:
         f"{_names(OPENAI_LATER)}.",
         "## `sampling_params` of `/generate`",
         _sampling(),
+        "## Counters of speculation",
+        _COUNTED.format(*CompletionDetails.__struct_fields__),
+        _counters(),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -69,6 +85,20 @@ def _summary() -> str:
         cells = (", ".join(route.methods), path, ", ".join(also), what, _ACCESS[route.access])
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def _counters() -> str:
+    rows = [
+        "| what | `/generate` | `/server_info` | `/metrics` |",
+        "| --- | --- | --- | --- |",
+        *(_row(one.about, one.meta, one.key, one.metric) for one in COUNTERS),
+        *(_row(one.about, "", one.key, one.metric) for one in LENGTHS),
+    ]
+    return "\n".join(rows)
+
+
+def _row(about: str, *names: str) -> str:
+    return f"| {' | '.join((about, *(f'`{name}`' if name else '' for name in names)))} |"
 
 
 def _endpoint(route: Route) -> str:
