@@ -176,6 +176,57 @@ def test_a_group_that_broke_while_nothing_happened_can_be_joined_again(
     assert rank.checksum() == checksums[1]
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"names": ("no.such.weight",)}, "1 unexpected: no.such.weight"),
+        ({"shapes": ((16,),)}, "values of shape (16,)"),
+        ({"dtypes": ("int32",)}, "model.norm.weight"),
+        ({"dtypes": ("int3",)}, "no dtype"),
+    ],
+)
+def test_what_cannot_be_taken_is_refused_before_it_is_awaited_and_closes_the_group(
+    desk: Any,
+    rank: Any,
+    trainer: Trainer,
+    new_tensors: Tensors,
+    checksums: Any,
+    change: dict[str, Any],
+    words: str,
+) -> None:
+    """Nobody sends here: a call that waited would wait for a minute."""
+    join(desk)
+    first, second = halves(new_tensors)
+    second["model.norm.weight"] = first.pop("model.norm.weight")
+    trainer.tensors = new_tensors
+    trainer.sends.set()
+    assert desk.ask(UpdateFromDistributed, flush_cache=False, **announced(first)).ok
+    trainer.sends.clear()
+    norm = announced({"model.norm.weight": new_tensors["model.norm.weight"]})
+    reply = desk.ask(UpdateFromDistributed, **{**norm, **change})
+    assert (reply.ok, reply.status) == (False, 400)
+    for part in (words, "nothing was received, and weight group", "is closed"):
+        assert part in reply.message
+    assert trainer.num_closed == 1
+    assert "there is no weight group" in desk.ask(UpdateFromDistributed, **norm).message
+    assert rank.weights.is_open, "the update goes on"
+    assert join(desk).ok, "its name is free"
+    trainer.sends.set()
+    assert desk.ask(UpdateFromDistributed, **announced(second)).ok
+    assert rank.checksum() == checksums[1]
+
+
+def test_a_repeated_tensor_is_not_refused_when_it_is_announced(
+    desk: Any, rank: Any, trainer: Trainer, new_tensors: Tensors, checksums: Any
+) -> None:
+    join(desk)
+    trainer.tensors = new_tensors
+    trainer.sends.set()
+    for flush in (False, False, True):
+        assert desk.ask(UpdateFromDistributed, flush_cache=flush, **announced(new_tensors)).ok
+    assert rank.checksum() == checksums[1]
+
+
 @pytest.mark.parametrize("begins", [True, False])
 def test_a_sender_that_dies_after_some_layers_takes_them_with_it(
     desk: Any, rank: Any, trainer: Trainer, new_tensors: Tensors, checksums: Any, begins: bool

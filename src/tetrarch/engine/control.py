@@ -84,7 +84,7 @@ class Control:
         self._jobs = OneJob()
         self.courtesy = self._jobs.courtesy
         self._updates = Updates(engine, self._jobs, say=say, abort_all=self._abort_all)
-        self._groups = Groups(self._updates, engine.rank.device)
+        self._groups = Groups(self._updates, self._jobs, engine.rank.device)
         self._occupation = Occupation(engine)
         self._inspection = Inspection(engine.rank.weights)
         self._arrived: deque[Action | Flush] = deque()

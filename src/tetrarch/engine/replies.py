@@ -21,6 +21,7 @@ __all__ = [
     "answered",
     "failed_update",
     "left_out",
+    "no_update",
     "other_update",
     "refused",
     "sentence",
@@ -81,6 +82,15 @@ def failed_update() -> RequestError:
         "this update has failed",
         why="one of its calls was refused, and it was taken back",
         fix="POST /end_weight_update, and begin again",
+    )
+
+
+def no_update() -> RequestError:
+    """Refuse to end what is not there."""
+    return RequestError(
+        "no update by tensors is open",
+        why="none has begun, or it has ended already",
+        fix="POST /begin_weight_update before the first tensors",
     )
 
 
