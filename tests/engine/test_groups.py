@@ -143,7 +143,7 @@ def test_what_is_left_out_of_a_broadcast_is_told(
     trainer.sends.set()
     reply = desk.ask(UpdateFromDistributed, **announced(trainer.tensors))
     assert (reply.ok, reply.payload["num_tensors"]) == (True, len(new_tensors))
-    assert reply.payload["warnings"] == ["1 tensors were left out (mtp), such as mtp.fc.weight"]
+    assert reply.payload["warnings"] == ["1 tensor was left out (mtp), such as mtp.fc.weight"]
     assert rank.checksum() == checksums[1]
 
 

@@ -27,6 +27,7 @@ from tetrarch.engine.engine import Engine
 from tetrarch.engine.jobs import OneJob, Then
 from tetrarch.engine.messages import ControlReply
 from tetrarch.engine.replies import (
+    END,
     Say,
     accepted,
     failed_update,
@@ -38,6 +39,7 @@ from tetrarch.engine.replies import (
     update_summary,
 )
 from tetrarch.executor.updates import DiskUpdate, Received
+from tetrarch.models.faults import listed
 from tetrarch.models.payload import decode_payload
 
 __all__ = ["Updates"]
@@ -89,7 +91,7 @@ class Updates:
         if self._calls.is_explicit:
             self._calls.remind(self._engine.heartbeat())
         elif lacking := self._store.unfinished():
-            what = "; ".join(lacking[:_SHOWN])
+            what = listed(lacking)
             _log.error("gave up an update: %.0f s without a call, and it lacks %s", ABANDON_S, what)
             self.give_up()
         else:
@@ -99,7 +101,7 @@ class Updates:
     def from_disk(self, message: UpdateFromDisk) -> None:
         """Plan beside the steps, then commit; `RequestError` while another is under way."""
         if self._is_explicit and self.is_open:
-            raise other_update("an update by tensors is open")
+            raise other_update("an update by tensors is open", fix=END)
         work = partial(self._plan, message)
         self._jobs.start(message.ticket, f"another update, from {message.path}, is under way", work)
 
@@ -112,7 +114,7 @@ class Updates:
         """
         self._jobs.require_none()
         if self.is_open:
-            raise other_update("an update by tensors is open")
+            raise other_update("an update by tensors is open", fix=END)
         is_atomic = self._store.begin(atomic=atomic)
         self._calls = Calls(is_explicit=True, selector=selector)
         return is_atomic
@@ -239,7 +241,7 @@ class Updates:
             self._is_awaited = True
             return ""
         if lacking := self._store.unfinished():
-            return f"an update lacks {'; '.join(lacking[:_SHOWN])}"
+            return f"an update lacks {listed(lacking)}"
         try:
             self._say([self._finish(0)])
         except TetrarchError as error:  # the state of the weights says what to do with the request
