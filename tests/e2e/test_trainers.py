@@ -159,10 +159,12 @@ def test_a_trainer_that_sends_more_than_it_announced_ends_its_group_and_nothing_
         group = loop.join_group(port)
         reply.result()
         [receiver] = trained.engine.children()
-        header = {"names": [NORM], "dtypes": ["bfloat16"], "shapes": [[16]]}
+        norm = weights[NORM]
+        dtype, shape = str(norm.dtype).removeprefix("torch."), list(norm.shape)
+        header = {"names": [NORM], "dtypes": [dtype], "shapes": [shape]}
         reply = pool.submit(trained.ask, "/update_weights_from_distributed", status=400, **header)
         with contextlib.suppress(RuntimeError):  # to the sender it may look well
-            dist.broadcast(weights[NORM], src=0, group=group)
+            dist.broadcast(torch.cat([norm, norm]), src=0, group=group)
         assert "more bytes came than were announced" in reply.result()["message"]
     dist.destroy_process_group(group)
     assert not receiver.is_running()

@@ -80,6 +80,6 @@ def test_refusals_are_told_once_and_only_if_there_were_any(
             raise error
     assert caplog.messages == []
     [words] = refusals.told()
-    assert words.startswith("1 calls were refused before this update was done")
+    assert words.startswith("1 call was refused before this update was done")
     assert caplog.messages == [words]
     assert refusals.told() == []

@@ -80,6 +80,7 @@ def test_a_later_pause_may_be_stricter(desk: Any) -> None:
     assert desk.engine.num_running == 0
     desk.ask(Pause, mode="abort")
     assert desk.finish("a").kind == "abort"
+    assert desk.finish("a").message == "aborted by /pause_generation"
 
 
 def test_a_flush_fails_while_requests_are_parked_and_works_while_they_wait(desk: Any) -> None:
@@ -88,6 +89,8 @@ def test_a_flush_fails_while_requests_are_parked_and_works_while_they_wait(desk:
     desk.ask(Pause, mode="in_place")
     reply = desk.ask(Flush)
     assert (reply.ok, reply.status, reply.code) == (False, 400, "busy")
+    assert "retract" in reply.message
+    assert "timeout=" not in reply.message, "waiting cannot help"
     desk.ask(Pause, mode="retract")
     assert desk.beat.num_waiting == 1
     assert desk.engine.heartbeat().num_cached_tokens > 0

@@ -143,7 +143,7 @@ def test_what_is_left_out_of_a_broadcast_is_told(
     trainer.sends.set()
     reply = desk.ask(UpdateFromDistributed, **announced(trainer.tensors))
     assert (reply.ok, reply.payload["num_tensors"]) == (True, len(new_tensors))
-    assert reply.payload["warnings"] == ["1 tensors were left out (mtp), such as mtp.fc.weight"]
+    assert reply.payload["warnings"] == ["1 tensor was left out (mtp), such as mtp.fc.weight"]
     assert rank.checksum() == checksums[1]
 
 
@@ -173,6 +173,57 @@ def test_a_group_that_broke_while_nothing_happened_can_be_joined_again(
     trainer.is_open, trainer.tensors = True, new_tensors
     trainer.sends.set()
     assert desk.ask(UpdateFromDistributed, **announced(new_tensors)).ok
+    assert rank.checksum() == checksums[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"names": ("no.such.weight",)}, "1 unexpected: no.such.weight"),
+        ({"shapes": ((16,),)}, "values of shape (16,)"),
+        ({"dtypes": ("int32",)}, "model.norm.weight"),
+        ({"dtypes": ("int3",)}, "no dtype"),
+    ],
+)
+def test_what_cannot_be_taken_is_refused_before_it_is_awaited_and_closes_the_group(
+    desk: Any,
+    rank: Any,
+    trainer: Trainer,
+    new_tensors: Tensors,
+    checksums: Any,
+    change: dict[str, Any],
+    words: str,
+) -> None:
+    """Nobody sends here: a call that waited would wait for a minute."""
+    join(desk)
+    first, second = halves(new_tensors)
+    second["model.norm.weight"] = first.pop("model.norm.weight")
+    trainer.tensors = new_tensors
+    trainer.sends.set()
+    assert desk.ask(UpdateFromDistributed, flush_cache=False, **announced(first)).ok
+    trainer.sends.clear()
+    norm = announced({"model.norm.weight": new_tensors["model.norm.weight"]})
+    reply = desk.ask(UpdateFromDistributed, **{**norm, **change})
+    assert (reply.ok, reply.status) == (False, 400)
+    for part in (words, "nothing was received, and weight group", "is closed"):
+        assert part in reply.message
+    assert trainer.num_closed == 1
+    assert "there is no weight group" in desk.ask(UpdateFromDistributed, **norm).message
+    assert rank.weights.is_open, "the update goes on"
+    assert join(desk).ok, "its name is free"
+    trainer.sends.set()
+    assert desk.ask(UpdateFromDistributed, **announced(second)).ok
+    assert rank.checksum() == checksums[1]
+
+
+def test_a_repeated_tensor_is_not_refused_when_it_is_announced(
+    desk: Any, rank: Any, trainer: Trainer, new_tensors: Tensors, checksums: Any
+) -> None:
+    join(desk)
+    trainer.tensors = new_tensors
+    trainer.sends.set()
+    for flush in (False, False, True):
+        assert desk.ask(UpdateFromDistributed, flush_cache=flush, **announced(new_tensors)).ok
     assert rank.checksum() == checksums[1]
 
 

@@ -515,7 +515,7 @@ def test_each_call_tells_what_it_brought_for_nothing_and_the_last_one_all_of_it(
     for name in extra:
         reply = desk.ask(UpdateFromTensors, data=post({name: extra[name]}), flush_cache=False)
         assert (reply.ok, reply.payload["is_open"]) == (True, True)
-        told = f"1 tensors were left out (mtp), such as {name}"
+        told = f"1 tensor was left out (mtp), such as {name}"
         assert reply.payload["warnings"] == [told]
         assert reply.message == f"took 0 tensors; the update goes on; {told}"
     reply = desk.ask(UpdateFromTensors, data=post(new_tensors))
@@ -546,7 +546,7 @@ def test_what_a_selector_leaves_out_is_told(
     norm = {"model.norm.weight": new_tensors["model.norm.weight"]}
     both = {"mtp.fc.weight": torch.ones(3), **norm}
     reply = desk.ask(UpdateFromTensors, data=post(both), selector="target", flush_cache=False)
-    told = "1 tensors were left out (selector), such as mtp.fc.weight"
+    told = "1 tensor was left out (selector), such as mtp.fc.weight"
     assert (reply.ok, reply.payload["warnings"]) == (True, [told])
     reply = desk.ask(UpdateFromTensors, data=post(new_tensors), selector="target")
     assert (reply.payload["warnings"], reply.payload["num_tensors"]) == ([told], len(new_tensors))

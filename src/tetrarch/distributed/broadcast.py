@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tetrarch.core.errors import RequestError
 
-__all__ = ["Piece", "cut", "pieces", "seal"]
+__all__ = ["Piece", "announced", "cut", "pieces", "seal"]
 
 _DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -72,6 +72,16 @@ def pieces(
         Piece(name, _dtype(dtype), _shape(shape))
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
     ]
+
+
+def announced(
+    names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
+) -> dict[str, Tensor]:
+    """Return tensors on `meta` that stand for what is announced; raise as `pieces`."""
+    return {
+        piece.name: torch.empty(piece.shape, dtype=piece.dtype, device="meta")
+        for piece in pieces(names, dtypes, shapes)
+    }
 
 
 def _dtype(text: str) -> torch.dtype:

@@ -86,8 +86,9 @@ class Refusals:
         count, self._count = self._count, 0
         if count == 0:
             return []
+        calls = "1 call was" if count == 1 else f"{count} calls were"
         words = (
-            f"{count} calls were refused before this update was done: it lacks their tensors, and "
+            f"{calls} refused before this update was done: it lacks their tensors, and "
             "those of an update that was taken back with them, unless they were sent again"
         )
         _log.warning("%s", words)

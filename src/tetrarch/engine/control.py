@@ -41,7 +41,7 @@ from tetrarch.engine.inspection import Inspection
 from tetrarch.engine.jobs import OneJob
 from tetrarch.engine.messages import Abort, ControlReply, Flush
 from tetrarch.engine.occupation import Occupation
-from tetrarch.engine.replies import Act, accepted, answered
+from tetrarch.engine.replies import Act, accepted, answered, busy
 from tetrarch.engine.request import Delta, FinishReason
 from tetrarch.engine.updates import Updates
 from tetrarch.executor.executor import READY
@@ -52,8 +52,10 @@ __all__ = ["Control"]
 _POLL_S = 0.005  # how often an engine without work looks whether a job beside the steps is done
 
 Say = Callable[[Sequence[Delta | ControlReply]], None]
-
-
+_PAUSED = (
+    'a pause keeps them, and nobody waits for that: POST /pause_generation {"mode": "retract"}, or '
+    "/continue_generation"
+)
 _WAIT: Mapping[type[Flush | Release], str] = {Flush: "?timeout=60", Release: '"wait_s": 60'}
 
 
@@ -83,8 +85,8 @@ class Control:
         self._engine, self._say = engine, say
         self._jobs = OneJob()
         self.courtesy = self._jobs.courtesy
-        self._updates = Updates(engine, self._jobs, say=say, abort_all=self._abort_all)
-        self._groups = Groups(self._updates, engine.rank.device)
+        self._updates = Updates(engine, self._jobs, say=say, abort_all=self._abort_for_update)
+        self._groups = Groups(self._updates, self._jobs, engine.rank.device)
         self._occupation = Occupation(engine)
         self._inspection = Inspection(engine.rank.weights)
         self._arrived: deque[Action | Flush] = deque()
@@ -202,7 +204,7 @@ class Control:
         match message:
             case Pause():
                 if message.mode == "abort":
-                    self._abort_all()
+                    self._abort_all("/pause_generation")
                 elif message.mode == "retract":
                     engine.retract()
                 engine.is_paused = True
@@ -214,7 +216,7 @@ class Control:
                 return accepted(message.ticket, "continued", **facts)
             case SetVersion():
                 if message.abort_all_requests:
-                    self._abort_all()
+                    self._abort_all("/update_weight_version")
                 engine.weight_version = message.version
                 text = f"the weights are version {message.version}"
                 return accepted(message.ticket, text, new_version=message.version)
@@ -266,14 +268,8 @@ class Control:
         if time.monotonic() < waiting.deadline:
             self._waiting.append(waiting)
             return None
-        return ControlReply(
-            ticket=message.ticket,
-            ok=False,
-            payload=dict(waiting.facts),
-            message=f"requests are running or waiting; {_WAIT[type(message)]} waits for them",
-            status=400,
-            code="busy",
-        )
+        advice = f"{_WAIT[type(message)]} waits for them"
+        return busy(message.ticket, _PAUSED if self._engine.is_paused else advice, waiting.facts)
 
     def _require_no_update(self) -> None:
         self._jobs.require_none()
@@ -284,8 +280,11 @@ class Control:
                 fix="POST /end_weight_update first",
             )
 
-    def _abort_all(self) -> None:
-        self._say(self._engine.abort(Abort(everything=True)))
+    def _abort_for_update(self) -> None:
+        self._abort_all("an update of the weights")
+
+    def _abort_all(self, by: str) -> None:
+        self._say(self._engine.abort(Abort(everything=True), by=by))
 
 
 _REASONS = {

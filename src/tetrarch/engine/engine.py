@@ -36,7 +36,6 @@ from tetrarch.executor.step import Pending, SeqChunk, SeqResult
 
 __all__ = ["Engine"]
 
-_ABORTED = FinishReason(kind="abort", message="aborted by the client")
 _NOT_FINITE = FinishReason(
     kind="abort",
     message="the logits are not finite: the weights hold NaN or Inf, or an activation overflowed",
@@ -122,10 +121,11 @@ class Engine:
         self._scheduler.add(seq)
         self._tally.count(seq, "num_requests_total")
 
-    def abort(self, abort: Abort) -> list[Delta]:
-        """End requests at once, whatever they are doing; return their last deltas."""
+    def abort(self, abort: Abort, *, by: str = "the client") -> list[Delta]:
+        """End requests at once, whatever they are doing; their last deltas say `by` whom."""
+        finish = FinishReason(kind="abort", message=f"aborted by {by}")
         chosen = [rid for rid in self._live if _is_meant(abort, rid)]
-        return [self._end(self._live[rid], _ABORTED) for rid in chosen]
+        return [self._end(self._live[rid], finish) for rid in chosen]
 
     def step(self) -> list[Delta]:
         """Launch as far ahead as may be; then return what the oldest step in flight has brought."""

@@ -8,10 +8,11 @@ from typing import NoReturn
 
 import torch
 
-from tetrarch.core.errors import RequestError
+from tetrarch.core.errors import RequestError, TetrarchError
+from tetrarch.distributed.broadcast import announced
 from tetrarch.distributed.group import Meeting, WeightGroup
 from tetrarch.engine.actions import DestroyGroup, InitGroup, UpdateFromDistributed
-from tetrarch.engine.jobs import Then
+from tetrarch.engine.jobs import OneJob, Then
 from tetrarch.engine.messages import ControlReply
 from tetrarch.engine.replies import accepted
 from tetrarch.engine.updates import Updates
@@ -25,14 +26,15 @@ _RECEIVE_S = 300.0  # seconds for the tensors of one call
 class Groups:
     """The groups of one engine."""
 
-    def __init__(self, updates: Updates, device: torch.device) -> None:
+    def __init__(self, updates: Updates, jobs: OneJob, device: torch.device) -> None:
         """Begin.
 
         Args:
-            updates: Takes what is received; runs one job at a time.
+            updates: Takes what is received.
+            jobs: Where meeting and receiving take their turn.
             device: Where nccl groups receive.
         """
-        self._updates, self._device = updates, device
+        self._updates, self._jobs, self._device = updates, jobs, device
         self._groups: dict[str, WeightGroup] = {}
 
     def join(self, message: InitGroup) -> None:
@@ -59,7 +61,7 @@ class Groups:
         )
         group = WeightGroup(meeting, self._device)
         what = f"weight group {name!r} is being joined"
-        self._updates.start(message.ticket, what, partial(self._meet, message, group))
+        self._jobs.start(message.ticket, what, partial(self._meet, message, group))
         self._groups[name] = group
 
     def leave(self, message: DestroyGroup) -> ControlReply:
@@ -79,7 +81,7 @@ class Groups:
             RequestError: There is no such group, or another job.
         """
         work = partial(self._receive, self._group(message.group_name), message)
-        self._updates.start(message.ticket, "tensors are being received", work)
+        self._jobs.start(message.ticket, "tensors are being received", work)
 
     def _meet(self, message: InitGroup, group: WeightGroup) -> Then:
         try:
@@ -96,6 +98,11 @@ class Groups:
 
     def _receive(self, group: WeightGroup, message: UpdateFromDistributed) -> Then:
         try:
+            shown = announced(message.names, message.dtypes, message.shapes)
+            self._updates.foresee(message, shown)
+        except TetrarchError as error:
+            return self._unheard(group, error)
+        try:
             tensors = group.receive(
                 message.names,
                 message.dtypes,
@@ -105,16 +112,25 @@ class Groups:
             )
         except RequestError as error:
             if group.is_open:
-                raise
+                return self._unheard(group, error)
             return partial(self._lost, group, error)
         return self._updates.received(message, tensors)
+
+    def _unheard(self, group: WeightGroup, error: TetrarchError) -> Then:
+        """Close a group whose broadcast nobody here takes: the next call would get its bytes."""
+        group.close()
+        why = (
+            f"{error.why}; nothing was received, and weight group {group.meeting.name!r} is closed"
+        )
+        fix = f"{error.fix}; POST /init_weights_update_group before the next broadcast"
+        return partial(self._forget, group, type(error)(error.what, why=why, fix=fix))
 
     def _lost(self, group: WeightGroup, error: RequestError) -> NoReturn:
         """Give the update of a group up that is gone; then forget it, and refuse the call."""
         self._updates.give_up()
         self._forget(group, error)
 
-    def _forget(self, group: WeightGroup, error: RequestError) -> NoReturn:
+    def _forget(self, group: WeightGroup, error: TetrarchError) -> NoReturn:
         """Free a group's name, unless another has it already; then refuse the call."""
         if self._groups.get(group.meeting.name) is group:
             del self._groups[group.meeting.name]

@@ -97,7 +97,7 @@ class EngineLoop:
             case Snapshot():
                 self._say([accepted(message.ticket, **self._engine.snapshot())])
             case Shutdown():
-                self._abort(Abort(everything=True))
+                self._news += self._engine.abort(Abort(everything=True), by="the server's end")
                 self._stops = True
             case _:
                 self._control.answer(message)

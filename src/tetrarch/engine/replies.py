@@ -15,12 +15,15 @@ from tetrarch.executor.updates import Received, UpdateReport
 from tetrarch.models.report import Unused
 
 __all__ = [
+    "END",
     "Act",
     "Say",
     "accepted",
     "answered",
+    "busy",
     "failed_update",
     "left_out",
+    "no_update",
     "other_update",
     "refused",
     "sentence",
@@ -30,6 +33,7 @@ __all__ = [
 ]
 
 _log = get_logger(__name__)
+END = "POST /end_weight_update first"
 
 Act = Callable[[], ControlReply | None]  # `None`: the answer comes later
 Say = Callable[[Sequence[ControlReply]], None]
@@ -47,6 +51,14 @@ def refused(ticket: int, error: TetrarchError, *, code: str = "") -> ControlRepl
         code = "invalid_request" if is_theirs else "refused"
         code = "invalid_weights" if isinstance(error, CheckpointError) else code
     return ControlReply(ticket=ticket, ok=False, message=sentence(error), status=400, code=code)
+
+
+def busy(ticket: int, advice: str, facts: Mapping[str, Any]) -> ControlReply:
+    """Refuse what requests are in the way of; `facts` are keys of the payload."""
+    message = f"requests are running or waiting; {advice}"
+    return ControlReply(
+        ticket=ticket, ok=False, message=message, payload=dict(facts), status=400, code="busy"
+    )
 
 
 def answered(ticket: int, act: Act, *, code: Callable[[], str]) -> ControlReply | None:
@@ -72,7 +84,8 @@ def answered(ticket: int, act: Act, *, code: Callable[[], str]) -> ControlReply 
 
 def sentence(error: TetrarchError) -> str:
     """Return an error in one line."""
-    return _text(f"{error.what}: {error.why}; {error.fix}")
+    why = "; ".join(line.strip() for line in error.why.splitlines())
+    return _text(f"{error.what}: {why}; {error.fix}")
 
 
 def failed_update() -> RequestError:
@@ -84,12 +97,21 @@ def failed_update() -> RequestError:
     )
 
 
-def other_update(what: str) -> RequestError:
-    """Refuse what must wait for `what`."""
+def no_update() -> RequestError:
+    """Refuse to end what is not there."""
+    return RequestError(
+        "no update by tensors is open",
+        why="none has begun, or it has ended already",
+        fix="POST /begin_weight_update before the first tensors",
+    )
+
+
+def other_update(what: str, *, fix: str = "wait for its reply") -> RequestError:
+    """Refuse what must wait for `what`; `fix` ends that."""
     return RequestError(
         what,
         why="weights are updated by one update at a time",
-        fix="wait for its reply; POST /end_weight_update ends one that was begun",
+        fix=fix,
     )
 
 
@@ -125,7 +147,8 @@ def update_facts(report: UpdateReport) -> dict[str, Any]:
 def left_out(unused: Mapping[Unused, tuple[str, ...]]) -> list[str]:
     """Return in words which tensors an update, or a call of one, brought for nothing."""
     return [
-        f"{len(names)} tensors were left out ({kind}), such as {names[0]}"
+        f"{len(names)} tensor{'s were' if len(names) > 1 else ' was'} left out ({kind}), "
+        f"such as {names[0]}"
         for kind, names in unused.items()
         if names
     ]

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tetrarch.core.errors import RequestError, TetrarchError
+from tetrarch.core.errors import TetrarchError
 from tetrarch.core.log import get_logger
 from tetrarch.engine.actions import (
     Selector,
@@ -27,16 +27,19 @@ from tetrarch.engine.engine import Engine
 from tetrarch.engine.jobs import OneJob, Then
 from tetrarch.engine.messages import ControlReply
 from tetrarch.engine.replies import (
+    END,
     Say,
     accepted,
     failed_update,
     left_out,
+    no_update,
     other_update,
     sentence,
     taken,
     update_summary,
 )
 from tetrarch.executor.updates import DiskUpdate, Received
+from tetrarch.models.faults import listed
 from tetrarch.models.payload import decode_payload
 
 __all__ = ["Updates"]
@@ -88,25 +91,17 @@ class Updates:
         if self._calls.is_explicit:
             self._calls.remind(self._engine.heartbeat())
         elif lacking := self._store.unfinished():
-            what = "; ".join(lacking[:_SHOWN])
+            what = listed(lacking)
             _log.error("gave up an update: %.0f s without a call, and it lacks %s", ABANDON_S, what)
             self.give_up()
         else:
             _log.warning("ended an update: %.0f s without a call, and it is whole", ABANDON_S)
             self.end_for_request()
 
-    def start(self, ticket: int, what: str, work: Callable[[], Then]) -> None:
-        """Begin a job, as `OneJob.start`."""
-        self._jobs.start(ticket, what, work)
-
     def from_disk(self, message: UpdateFromDisk) -> None:
-        """Plan beside the steps; then commit between two of them.
-
-        Raises:
-            RequestError: Another update is under way.
-        """
+        """Plan beside the steps, then commit; `RequestError` while another is under way."""
         if self._is_explicit and self.is_open:
-            raise other_update("an update by tensors is open")
+            raise other_update("an update by tensors is open", fix=END)
         work = partial(self._plan, message)
         self._jobs.start(message.ticket, f"another update, from {message.path}, is under way", work)
 
@@ -119,7 +114,7 @@ class Updates:
         """
         self._jobs.require_none()
         if self.is_open:
-            raise other_update("an update by tensors is open")
+            raise other_update("an update by tensors is open", fix=END)
         is_atomic = self._store.begin(atomic=atomic)
         self._calls = Calls(is_explicit=True, selector=selector)
         return is_atomic
@@ -151,24 +146,32 @@ class Updates:
             tensors = decode_payload(message.data, message.load_format)
         return self.received(message, tensors)
 
+    def foresee(self, message: UpdateFromDistributed, announced: Mapping[str, Tensor]) -> None:
+        """Raise `CheckpointError` if tensors could not be taken that are yet to be received."""
+        with self._refusals.counted():
+            self._store.foresee(self._store.select(announced, *self._selectors(message)))
+
     def received(
         self, message: UpdateFromTensors | UpdateFromDistributed, tensors: Mapping[str, Tensor]
     ) -> Then:
         """Check the tensors of one call, beside the steps; return what remains to be done.
 
-        That takes them, and ends an implicit update if the call says `flush_cache`. It raises
-        `CheckpointError` where values cannot be weights, or what would end is not complete.
+        That takes them, and ends an implicit update if the call says `flush_cache`: an error where
+        values cannot be weights, or what would end is not complete.
 
         Raises:
             CheckpointError: They do not fit; the call has changed nothing.
         """
-        session = "all" if self._calls is None else self._calls.selector
-        tensors = self._store.select(tensors, session, message.selector)
-        if message.flush_cache and not self.is_open and self._store.holds(tensors):
+        kept = self._store.select(tensors, *self._selectors(message))
+        if message.flush_cache and not self.is_open and self._store.holds(kept):
             return partial(self._repeated, message)
         with self._refusals.counted():
-            received = self._store.receive(tensors) if tensors else None
+            others = tensors.keys() - kept.keys()
+            received = self._store.receive(kept, others) if tensors else None
         return partial(self._take, message, received)
+
+    def _selectors(self, message: UpdateFromTensors | UpdateFromDistributed) -> list[Selector]:
+        return [message.selector, *([] if self._calls is None else [self._calls.selector])]
 
     def _take(
         self, message: UpdateFromTensors | UpdateFromDistributed, received: Received | None
@@ -207,11 +210,7 @@ class Updates:
             is_explicit, self._calls = self._is_explicit, None
             if is_explicit:
                 raise failed_update()
-            raise RequestError(
-                "no update by tensors is open",
-                why="none has begun, or it has ended already",
-                fix="POST /begin_weight_update before the first tensors",
-            )
+            raise no_update()
         return self._finish(ticket)
 
     def end_if_implicit(self) -> dict[str, Any]:
@@ -242,7 +241,7 @@ class Updates:
             self._is_awaited = True
             return ""
         if lacking := self._store.unfinished():
-            return f"an update lacks {'; '.join(lacking[:_SHOWN])}"
+            return f"an update lacks {listed(lacking)}"
         try:
             self._say([self._finish(0)])
         except TetrarchError as error:  # the state of the weights says what to do with the request

@@ -7,14 +7,13 @@ steps, and taken back if anything fails: what is served is the old weights or th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from tetrarch.config.plan import Plan
 from tetrarch.core.errors import CheckpointError
-from tetrarch.core.log import get_logger
 from tetrarch.core.progress import NoProgress, Progress
 from tetrarch.executor.planning import Planner
 from tetrarch.executor.updates import (
@@ -26,6 +25,7 @@ from tetrarch.executor.updates import (
     failed,
     released,
     undo_fits,
+    undone,
 )
 from tetrarch.memory.checksum import digest
 from tetrarch.memory.journal import Journal
@@ -37,8 +37,6 @@ from tetrarch.models.update import LiveUpdate
 from tetrarch.models.writer import WeightWriter
 
 __all__ = ["WeightStore"]
-
-_log = get_logger(__name__)
 
 
 class WeightStore:
@@ -160,8 +158,21 @@ class WeightStore:
             return False
         return all(self._done[name] == digest(value) for name, value in tensors.items())
 
-    def receive(self, tensors: Mapping[str, Tensor]) -> Received:
+    def foresee(self, announced: Mapping[str, Tensor]) -> None:
+        """Check tensors on `meta` that stand for those to come; nothing is taken.
+
+        Raises:
+            CheckpointError: Names, shapes or types are at fault.
+        """
+        self._require_memory()
+        (self._session or self._open(atomic=None)).update.foresee(announced)
+
+    def receive(self, tensors: Mapping[str, Tensor], unselected: Iterable[str] = ()) -> Received:
         """Check tensors, and quantize what is whole; `take` comes next. Touches no slot.
+
+        Args:
+            tensors: By checkpoint name.
+            unselected: Names of those that came with them, and that `select` has left out.
 
         Raises:
             CheckpointError: Names, shapes, types or repetitions are at fault. Nothing was taken,
@@ -169,7 +180,7 @@ class WeightStore:
         """
         self._require_memory()
         session = self._session or self._open(atomic=None)
-        pieces = session.update.check(tensors)
+        pieces = session.update.check(tensors, unselected)
         try:
             session.update.stage(pieces)
         except Exception as error:
@@ -284,14 +295,5 @@ class WeightStore:
 
     def _restore(self, journal: Journal) -> None:
         """Undo, or let the state say that what is resident is not what it was."""
-        if journal.is_empty:
-            return
-        try:
-            if journal.keeps:
-                journal.undo()
-                return
-            _log.error("an update failed half-way, and there is no undo copy")
-        except Exception as error:
-            _log.error("the old weights could not be restored", exc_info=error)
-        if self.state is WeightsState.READY:
+        if not undone(journal) and self.state is WeightsState.READY:
             self.state = WeightsState.INCONSISTENT

@@ -131,6 +131,7 @@ def place_some(
     """
     # The tensor that shows a draft layer may be in another call.
     survey = _Survey(model, quant, left_out, drafts=model.names.numbered_drafts)
+    survey.faults = Faults(sent=True)
     waiting: dict[str, str] = {}
     for name, parts in gently(weights.items()):
         if (lacking := survey.lacking(name, parts)) is None:
@@ -172,7 +173,7 @@ class _Survey:
             for path, contract in contracts.items()
             if any(scale.scope is Scope.TENSOR for scale in contract.activation_scales)
         }
-        self._faults = Faults()
+        self.faults = Faults()
         self._census = ExpertCensus(model.experts, contracts)
         self._dense: dict[str, str] = {}  # slot → the weight that fills it
         self._placed: list[Placement] = []
@@ -185,21 +186,21 @@ class _Survey:
             return
         weight = recognise(name, parts)
         if isinstance(weight, tuple) and weight[0] in (Fault.REFUSED, Fault.WRONG_TYPE):
-            self._faults.add(*weight)
+            self.faults.add(*weight)
             self._claim_refused(name)
             return
         to = self._resolve(name)
         if to is None:
-            self._faults.add(Fault.UNEXPECTED, ", ".join(tensor for tensor, _ in parts.values()))
+            self.faults.add(Fault.UNEXPECTED, ", ".join(tensor for tensor, _ in parts.values()))
             return
         self._claim(to, name)  # a damaged weight is there: it is not missing on top
         if isinstance(weight, tuple):
-            self._faults.add(*weight)
+            self.faults.add(*weight)
         elif weight.format in NVFP4_FORMATS and isinstance(to, ExpertDestination) and to.fused:
-            self._faults.add(Fault.REFUSED, f"{name}: NVFP4 with gate and up in one matrix")
+            self.faults.add(Fault.REFUSED, f"{name}: NVFP4 with gate and up in one matrix")
         elif weight.shape != (shape := self._shape(to)):
             words = f"{name}: values of shape {weight.shape}, expected {shape}"
-            self._faults.add(Fault.MISMATCHED, words)
+            self.faults.add(Fault.MISMATCHED, words)
         else:
             self._keep(weight, to)
 
@@ -207,16 +208,16 @@ class _Survey:
         """Check that nothing is missing or forbidden, and return the whole."""
         for name in self._model.weights:
             if name not in self._dense:
-                self._faults.add(Fault.MISSING, name)
+                self.faults.add(Fault.MISSING, name)
         for name in self._census.missing():
-            self._faults.add(Fault.MISSING, name)
+            self.faults.add(Fault.MISSING, name)
         for words in self._census.mixed():
-            self._faults.add(Fault.REFUSED, words)
+            self.faults.add(Fault.REFUSED, words)
         return self.finish_some(source)
 
     def finish_some(self, source: str) -> Placements:
         """Check what has come."""
-        self._faults.raise_any(source)
+        self.faults.raise_any(source)
         self._census.check_contract()
         return Placements(
             weights=tuple(self._placed),
@@ -250,7 +251,7 @@ class _Survey:
             other = self._dense.get(to.name)
             self._dense[to.name] = name
         if other is not None:
-            self._faults.add(Fault.TWICE, f"{name} and {other}")
+            self.faults.add(Fault.TWICE, f"{name} and {other}")
 
     def _claim_refused(self, name: str) -> None:
         """Count a weight that is there in a form we do not read: it is not missing on top.
@@ -273,7 +274,7 @@ class _Survey:
         if isinstance(to, ExpertDestination):
             self._census.note_format(to, weight.format)
         if (words := self._no_input_scale(weight, to)) is not None:
-            self._faults.add(Fault.HALF_PAIRED, words)
+            self.faults.add(Fault.HALF_PAIRED, words)
         scales = [part for part in INPUT_SCALES if part in weight.parts]
         if scales and not self._wants_input_scale(weight, to):
             for part in scales:

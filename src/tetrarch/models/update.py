@@ -7,7 +7,7 @@ whole is written; the rest waits, and is an error only when the sender says that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -39,6 +39,10 @@ from tetrarch.numerics.contract import SourceFormat
 __all__ = ["LiveUpdate", "Pieces"]
 
 _SENDER = "the update"
+_OTHER_VALUES = (
+    "begin again with values that are finite, and scales that are positive; float16 holds no "
+    "number above 65,504"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +94,7 @@ class LiveUpdate:
         self._lacking: dict[str, str] = {}
 
     @torch.no_grad()
-    def check(self, tensors: Mapping[str, Tensor]) -> Pieces:
+    def check(self, tensors: Mapping[str, Tensor], unselected: Iterable[str] = ()) -> Pieces:
         """Check the tensors of one call by their names, shapes and types; take nothing.
 
         A tensor that came before with the same bytes is skipped: a client whose call timed out
@@ -99,6 +103,7 @@ class LiveUpdate:
         Args:
             tensors: Under checkpoint names, on any device. Once taken they are kept until their
                 layer is whole, and must not change until then.
+            unselected: Names of others that came with them, and that the update does not take.
 
         Raises:
             CheckpointError: Something does not fit; the update goes on as if it had not come.
@@ -109,13 +114,9 @@ class LiveUpdate:
             if self.digests.get(name) != digests[name] or name in self._left_out:
                 pending[name] = tensor
         left_out = LeftOut()
-        weights = group(TensorSource(pending).headers, left_out)
-        for name in [name for name, parts in weights.items() if self._is_late(name, parts)]:
-            for tensor, _ in weights.pop(name).values():
-                left_out.drop(unused_input_scale(self._taken[name]), tensor)
-        placements, lacking = place_some(
-            self._model, weights, self._plan, left_out=left_out, source=_SENDER
-        )
+        for name in unselected:
+            left_out.drop(Unused.SELECTOR, name)
+        weights, placements, lacking = self._place(pending, left_out)
         self._refuse_again(placements)
         placed = {n: pending[n] for one in placements.weights for n in one.weight.parts.values()}
         names = [tensor for name in lacking for tensor, _ in weights[name].values()]
@@ -127,6 +128,31 @@ class LiveUpdate:
             lacking=lacking,
         )
 
+    def foresee(self, announced: Mapping[str, Tensor]) -> None:
+        """Check tensors that are yet to come as `check` will, but for their values.
+
+        Args:
+            announced: On `meta`. Those that came before may come again, and are not looked at.
+
+        Raises:
+            CheckpointError: Something does not fit.
+        """
+        new = {name: one for name, one in announced.items() if name not in self.digests}
+        self._place({**self._waiting, **new}, LeftOut())
+
+    def _place(
+        self, pending: Mapping[str, Tensor], left_out: LeftOut
+    ) -> tuple[Mapping[str, Headers], Placements, dict[str, str]]:
+        """Return the weights, where the whole ones go, and what the others lack."""
+        weights = group(TensorSource(pending).headers, left_out)
+        for name in [name for name, parts in weights.items() if self._is_late(name, parts)]:
+            for tensor, _ in weights.pop(name).values():
+                left_out.drop(unused_input_scale(self._taken[name]), tensor)
+        placements, lacking = place_some(
+            self._model, weights, self._plan, left_out=left_out, source=_SENDER
+        )
+        return weights, placements, lacking
+
     @torch.no_grad()
     def stage(self, pieces: Pieces) -> None:
         """Quantize what was checked, as far as it is whole. Touches no slot, so steps may go on.
@@ -134,11 +160,14 @@ class LiveUpdate:
         Raises:
             CheckpointError: Values cannot be weights. The update is lost: go back to the old ones.
         """
-        for one in gently(pieces.placements.weights):
-            parts = {part: pieces.parts[name] for part, name in one.weight.parts.items()}
-            self._writer.stage(one.weight, one.to, parts)
-            self._taken[one.weight.name] = one.weight.format
-        self._writer.check()
+        try:
+            for one in gently(pieces.placements.weights):
+                parts = {part: pieces.parts[name] for part, name in one.weight.parts.items()}
+                self._writer.stage(one.weight, one.to, parts)
+                self._taken[one.weight.name] = one.weight.format
+            self._writer.check()
+        except CheckpointError as error:  # its fix is about files
+            raise CheckpointError(error.what, why=error.why, fix=_OTHER_VALUES) from error
 
     @torch.no_grad()
     def commit(self, pieces: Pieces) -> None:
@@ -146,6 +175,8 @@ class LiveUpdate:
         self._writer.commit()
         self._waiting, self._lacking = pieces.waiting, pieces.lacking
         self.digests.update(pieces.digests)
+        for name in (*pieces.parts, *pieces.waiting):
+            self._left_out.keep(name)
         self._num_whole += len(pieces.parts)
         self._bytes_whole += sum(tensor.nbytes for tensor in pieces.parts.values())
         for kind, names in pieces.placements.unused.items():
@@ -185,7 +216,7 @@ class LiveUpdate:
             CheckpointError: It names what is half-complete or missing, or what the model does not
                 hold although it was written.
         """
-        faults = Faults()
+        faults = Faults(sent=True)
         for words in self.unfinished():
             faults.add(Fault.HALF_COMPLETE, words)
         for name in self.missing(full=full):

@@ -45,7 +45,7 @@ class InitGroupBody(msgspec.Struct, kw_only=True, frozen=True):
     """`POST /init_weights_update_group`."""
 
     master_address: Annotated[str, Meta(description="Where the trainer's rank 0 listens.")]
-    master_port: Annotated[int, Meta(ge=1, le=65535, description="The same.")]
+    master_port: Annotated[int, Meta(ge=1, le=65535, description="Of the same store.")]
     rank_offset: Annotated[
         int, Meta(ge=1, le=65535, description="Rank of this server in the group; the sender is 0.")
     ]
@@ -68,7 +68,10 @@ class DistributedBody(msgspec.Struct, kw_only=True, frozen=True):
     """`POST /update_weights_from_distributed`."""
 
     names: Annotated[list[str], Meta(description="In the order in which they are broadcast.")]
-    dtypes: Annotated[list[str], Meta(description="Of each, as bfloat16.")]
+    dtypes: Annotated[
+        list[str],
+        Meta(description="Of each as torch spells it: bfloat16, float8_e4m3fn, torch.uint8."),
+    ]
     shapes: Annotated[list[list[_Size]], Meta(description="Of each.")]
     group_name: _Name = None
     load_format: Annotated[
