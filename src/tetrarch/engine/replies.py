@@ -147,11 +147,14 @@ def update_facts(report: UpdateReport) -> dict[str, Any]:
 def left_out(unused: Mapping[Unused, tuple[str, ...]]) -> list[str]:
     """Return in words which tensors an update, or a call of one, brought for nothing."""
     return [
-        f"{len(names)} tensor{'s were' if len(names) > 1 else ' was'} left out ({kind}), "
-        f"such as {names[0]}"
+        f"{_tensors_were(len(names))} left out ({kind}), such as {names[0]}"
         for kind, names in unused.items()
         if names
     ]
+
+
+def _tensors_were(count: int) -> str:
+    return "1 tensor was" if count == 1 else f"{count} tensors were"
 
 
 def _text(message: str) -> str:

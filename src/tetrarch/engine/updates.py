@@ -170,7 +170,7 @@ class Updates:
             received = self._store.receive(kept, others) if tensors else None
         return partial(self._take, message, received)
 
-    def _selectors(self, message: UpdateFromTensors | UpdateFromDistributed) -> list[Selector]:
+    def _selectors(self, message: UpdateFromTensors | UpdateFromDistributed) -> list[str]:
         return [message.selector, *([] if self._calls is None else [self._calls.selector])]
 
     def _take(
