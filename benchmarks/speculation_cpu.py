@@ -4,11 +4,12 @@
     python benchmarks/speculation_cpu.py [speed] [--problems 20] [--rounds 5]
     python benchmarks/speculation_cpu.py text [--problems 200] [--deterministic]
 
-`speed` asks one problem at a time, prompt included, with speculation off, on and adaptive in turn,
-so that a machine whose speed drifts slows all alike; and asks for outputs at temperature 5, which
-no draft predicts. `text` asks all problems at once, off and on, under every contract, and counts
-outputs that differ (`numerics/near_tie.py`); the exit status is 1 where one is a defect. What is
-serialized is the demo model, experts in NVFP4 and the draft in BF16, as publishers leave it.
+`speed` asks one problem at a time, prompt included, with speculation off, on (3 steps, the default,
+and more) and adaptive in turn, so that a machine whose speed drifts slows all alike; and asks for
+outputs at temperature 5, which no draft predicts. `text` asks all problems at once, off and on,
+under every contract, and counts outputs that differ (`numerics/near_tie.py`); the exit status is 1
+where one is a defect. What is serialized is the demo model, experts in NVFP4 and the draft in BF16,
+as publishers leave it.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ CONTRACTS = (
 MODES: dict[str, dict[str, Any]] = {
     "off": {},
     "mtp": {"speculative_algorithm": "mtp"},
+    "mtp_5_steps": {"speculative_algorithm": "mtp", "speculative_num_steps": 5},
+    "mtp_7_steps": {"speculative_algorithm": "mtp", "speculative_num_steps": 7},
     "adaptive": {"speculative_algorithm": "mtp", "speculative_adaptive": True},
 }
 BARS = {"solutions": ("mtp", 1.8), "random": ("adaptive", 0.97)}  # times the speed without
@@ -212,7 +215,7 @@ def main() -> None:
         found: Any = speed(asked)
         for workload, rows in found.items():
             for mode, row in rows.items():
-                print(f"{workload:12}{mode:10}" + "".join(f"{k} {v:<10}" for k, v in row.items()))
+                print(f"{workload:12}{mode:12}" + "".join(f"{k} {v:<10}" for k, v in row.items()))
         missed = [w for w, (m, bar) in BARS.items() if found[w][m]["times_off"] < bar]
     else:
         found = text(asked)

@@ -120,9 +120,10 @@ def test_ctrl_c_while_starting_is_one_line_and_leaves_no_process(
     command: str, moment: Callable[[psutil.Process], bool]
 ) -> None:
     """As a terminal does it: the whole group hears it."""
-    words = {"serve": ["--port", "0", "--log-level", "error"], "generate": ["--prompt", "a"]}
+    words = {"serve": ["--port", "0"], "generate": ["--prompt", "a"]}
+    quiet = ["--threads", "1", "--log-level", "error"]
     run = subprocess.Popen(
-        [sys.executable, "-m", "tetrarch", command, "--threads", "1", *words[command]],
+        [sys.executable, "-m", "tetrarch", command, *words[command], *quiet],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -46,7 +46,7 @@ def test_closing_ends_it_and_a_call_that_waits_for_it(
 ) -> None:
     joined = join("closed")
     threading.Timer(0.5, joined.group.close).start()
-    with pytest.raises(RequestError, match="has ended"):
+    with pytest.raises(RequestError, match="destroyed while it was receiving"):
         joined.receive(("uint8", [4]))
     assert gone(joined.receiver)
 
