@@ -25,10 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
-
 import torch
-from provenance import provenance
+from measure import copy_ceiling, machine, write  # first: it finds the sources
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -140,13 +138,6 @@ def copy_rate() -> float:
     return source.nbytes / min(
         seconds_of(lambda: target.copy_(source, non_blocking=True)) for _ in range(5)
     )
-
-
-def device_copy_rate() -> float:
-    """Return the bytes a second, read and written, of copies within the GPU."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / min(seconds_of(lambda: target.copy_(source)) for _ in range(5))
 
 
 def read_rate(folder: Path, threads: int) -> float:
@@ -271,11 +262,11 @@ def main() -> None:
     torch.manual_seed(0)
     result: dict[str, Any] = {
         "benchmark": "load_gpu",
-        "gpu": torch.cuda.get_device_name(),
+        **machine(),
         "layers": args.layers,
         "import_s": import_seconds(),
         "pinned_copy_gb_per_s": copy_rate() / 1e9,
-        "device_copy_gb_per_s": device_copy_rate() / 1e9,
+        "device_copy_gb_per_s": copy_ceiling() / 1e9,
         "rows": [],
     }
     with tempfile.TemporaryDirectory(dir=args.folder) as scratch:
@@ -296,17 +287,6 @@ def main() -> None:
         result["start"] = start(folders["bf16"], CONTRACTS[1][1])
         show(result["start"])
         write(result, args.json)
-
-
-def write(result: dict[str, Any], path: Path | None) -> None:
-    """Write what there is so far: a later row may fail."""
-    if path is None:
-        return
-    try:
-        origin = provenance()
-    except (subprocess.CalledProcessError, FileNotFoundError):  # a copy without its history
-        origin = {"torch": torch.__version__, "command": " ".join(["python", *sys.argv])}
-    path.write_text(json.dumps(result | origin, indent=1) + "\n")
 
 
 if __name__ == "__main__":
